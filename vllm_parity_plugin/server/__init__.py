@@ -1,0 +1,1 @@
+"""The plugin's HTTP face under ``/v1/parity``."""

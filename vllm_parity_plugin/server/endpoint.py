@@ -1,0 +1,135 @@
+"""Attaches the routes to vLLM's API server, through its own endpoint-plugin interface."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from argparse import Namespace
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.log import logger
+from vllm_parity_plugin.settings import ParitySettings, load_settings
+from vllm_parity_plugin.wire import Status, WorkerStatus
+
+NAME = "parity"
+GROUP = "vllm.endpoint_plugins"
+
+
+class ParityEndpoint:
+    """vLLM's ``EndpointPlugin`` protocol."""
+
+    name = NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        from vllm_parity_plugin.server.routes import router
+
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Check every worker, then make the routes usable.
+
+        Raises:
+            ParityError: a worker runs without the plugin, so nothing is guaranteed.
+        """
+        if engine_client is None:
+            return
+        settings = load_settings(engine_client.vllm_config.additional_config)
+        if settings.mode == "off":
+            return
+        state.parity = await ServerState.create(engine_client, args, settings)
+        logger.info("%s", state.parity.banner)
+
+
+def build_plugin() -> ParityEndpoint:
+    """Factory named by the ``vllm.endpoint_plugins`` entry point."""
+    return ParityEndpoint()
+
+
+class ServerState:
+    """What the routes need, one per API-server process."""
+
+    def __init__(self, engine: Any, args: Namespace, settings: ParitySettings) -> None:
+        from vllm_parity_plugin.weights.staging import Staging
+        from vllm_parity_plugin.weights.transaction import WeightUpdates
+
+        self.engine = engine
+        self.settings = settings
+        self.server_id = uuid.uuid4().hex
+        self.api_keys = [key for key in (getattr(args, "api_key", None) or []) if key]
+        if os.environ.get("VLLM_API_KEY"):
+            self.api_keys.append(os.environ["VLLM_API_KEY"])
+        self.updates = WeightUpdates(engine, Staging(settings.weights_dir, self.server_id))
+        self.banner = ""
+
+    @classmethod
+    async def create(cls, engine: Any, args: Namespace, settings: ParitySettings) -> ServerState:
+        self = cls(engine, args, settings)
+        status = await self.status()
+        head = status.head
+        self.banner = (
+            f"parity confirmed by {len(status.workers)} worker(s): "
+            f"lm_head {head.dtype if head else 'absent'}, {status.workers[0].logprobs_mode}; "
+            f"routes under /v1/parity, weight updates from {self.updates.staging.path}"
+        )
+        return self
+
+    async def status(self) -> Status:
+        """Ask every worker what it runs.
+
+        Raises:
+            ParityError: a worker does not know the question: the plugin is not loaded there.
+        """
+        try:
+            reports = await self.engine.collective_rpc("parity_attest")
+        except Exception as error:
+            raise ParityError(
+                f"A worker could not attest to what it runs ({error}).",
+                "The plugin is not active in that process, so its logprobs are not guaranteed.",
+                "install vllm-parity on every node, and include 'parity' in VLLM_PLUGINS if you "
+                "set it.",
+            ) from error
+        workers = [WorkerStatus(**report) for report in reports]
+        model_config = self.engine.model_config
+        return Status(
+            server_id=self.server_id,
+            plugin_version=workers[0].plugin_version,
+            mode=self.settings.mode,
+            model=str(model_config.model),
+            max_model_len=int(model_config.max_model_len),
+            head_size=min(self.settings.head_size, workers[0].vocab_size),
+            state=await self._state(),
+            policy_version=min(worker.policy_version for worker in workers),
+            workers=workers,
+        )
+
+    async def _state(self) -> str:
+        if self.updates.failure is not None:
+            return "unhealthy"
+        if self.updates.updating:
+            return "updating"
+        return "paused" if await self.engine.is_paused() else "serving"
+
+
+def wrap_load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_endpoint_plugins`` that always includes ours, once.
+
+    vLLM loads endpoint plugins only when VLLM_PLUGINS names them; installing this package and
+    leaving VLLM_PLUGINS unset is the common case. The original is still asked for the others.
+    """
+
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
+        others = [point for point in entry_points(group=GROUP) if point.name != NAME]
+        listed = os.environ.get("VLLM_PLUGINS") is not None
+        plugins = list(original(supported_tasks)) if others or listed else []
+        ours = build_plugin()
+        if not any(plugin.name == NAME for plugin in plugins) and (
+            supported_tasks is None or set(ours.required_tasks) & set(supported_tasks)
+        ):
+            plugins.append(ours)
+        return plugins
+
+    return load_endpoint_plugins

@@ -1,0 +1,166 @@
+"""Start and stop a real ``vllm serve`` from Python: for demos, tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from vllm_parity_plugin.errors import ParityError
+
+LOG_TAIL = 15
+"""Lines of the server's log shown when it does not come up."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def log_text(self) -> str:
+        """Everything the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def serve(
+    model: str | Path,
+    *args: str,
+    port: int = 0,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300.0,
+    log: Path | None = None,
+) -> Iterator[Server]:
+    """Run ``vllm serve MODEL ARGS`` on loopback until the block ends.
+
+    Args:
+        model: model directory or hub name.
+        args: further command-line arguments of ``vllm serve``.
+        port: 0 takes a free one.
+        env: environment variables on top of this process's.
+        timeout: seconds to wait until it answers.
+        log: file for its output; a temporary one by default.
+
+    Raises:
+        ParityError: the model directory does not exist, the port is taken, or the server ended
+            or did not answer in time (with the end of its log).
+    """
+    check_model_path(str(model))
+    port = port or _free_port()
+    check_port(port)
+    with tempfile.TemporaryDirectory(prefix="vllm-parity-log-") as scratch:
+        log = log or Path(scratch) / "server.log"
+        command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        server = Server(f"http://127.0.0.1:{port}", process, log)
+        try:
+            _wait_until_healthy(server, timeout)
+            yield server
+        finally:
+            _stop(process)
+
+
+def check_model_path(model: str) -> None:
+    """Refuse a path that does not exist before anything tries to read it as a hub name.
+
+    Raises:
+        ParityError: ``model`` is spelt as a path and there is no such directory.
+    """
+    spelt_as_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    path = Path(model).expanduser()
+    if spelt_as_path and not path.is_dir() and not path.is_file() and "://" not in model:
+        raise ParityError(
+            f"There is no model at {model!r}.",
+            "It would be taken for a name on the Hugging Face hub and fail later with another "
+            "message.",
+            "pass an existing model directory (one with a config.json), or a hub name such as "
+            "Qwen/Qwen3-0.6B.",
+        )
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> None:
+    """Refuse a port that something else listens on.
+
+    Raises:
+        ParityError: the port is taken.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ParityError(
+                f"Port {port} on {host} cannot be used ({error.strerror}).",
+                "The server would end, or the trainer would talk to whatever listens there.",
+                "stop that process, or choose another port with --port.",
+            ) from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _vllm() -> str:
+    beside_python = Path(sys.executable).parent / "vllm"
+    return str(beside_python) if beside_python.exists() else "vllm"
+
+
+def _wait_until_healthy(server: Server, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ParityError(
+                f"vllm serve ended with status {server.process.returncode} before it answered. "
+                f"Its last words:\n{_tail(server)}\n",
+                "Nothing can be trained against a server that does not run.",
+                "act on the message above; the full log is shown when you run the same command "
+                "by hand.",
+            )
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
+                return
+        time.sleep(0.25)
+    raise ParityError(
+        f"vllm serve did not answer within {timeout:.0f} s. Its last words:\n{_tail(server)}\n",
+        "Nothing can be trained against a server that does not answer.",
+        "look at the log, or allow more time.",
+    )
+
+
+def _tail(server: Server) -> str:
+    lines = server.log_text().splitlines()
+    return "\n".join(f"    {line}" for line in lines[-LOG_TAIL:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and the engine processes it started (its own session), and no other."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,1 @@
+"""Weight updates: what must arrive, where it is staged, how it is applied."""

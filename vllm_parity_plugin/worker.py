@@ -1,0 +1,59 @@
+"""What the plugin adds to vLLM's workers: confirm the head, attest, take a weight update.
+
+Runs in the engine's worker processes. The functions become methods (see the ledger), so arguments
+and results are plain msgpack types: vLLM's RPC carries nothing else safely.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_parity_plugin.attestation import attest, probe_head
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.settings import load_settings
+from vllm_parity_plugin.weights.checkpoint import expected_tensors, record_checkpoint
+from vllm_parity_plugin.weights.reload import apply_weights
+
+
+def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``WorkerWrapperBase.load_model``: load, then confirm that the head runs in fp32.
+
+    Raises:
+        ParityError: the loaded head computes in another dtype although the configuration says
+            float32. Configuration is a promise; this is the check.
+    """
+    settings = load_settings(self.vllm_config.additional_config)
+    if settings.mode == "off" or self.vllm_config.model_config.runner_type != "generate":
+        return self.worker.load_model(*args, **kwargs)
+    record_checkpoint()
+    result = self.worker.load_model(*args, **kwargs)
+    head = probe_head(self.worker.get_model())
+    if settings.mode != "observe" and head is not None and head["dtype"] != "float32":
+        raise ParityError(
+            f"The loaded lm_head computes in {head['dtype']} although head_dtype is float32.",
+            "Every logit would be rounded, and the trainer's fp32 head would make the mismatch "
+            "worse, not better.",
+            "this architecture bypasses vLLM's head_dtype; serve it with "
+            "VLLM_PARITY_MODE=observe and report it.",
+        )
+    return result
+
+
+def parity_attest(self: Any, manifest: bool = False) -> dict[str, Any]:
+    """``WorkerBase.parity_attest``: what this worker really runs (see ``attestation.attest``).
+
+    Args:
+        manifest: also list the tensors that a weight update must carry.
+    """
+    report = attest(self)
+    if manifest:
+        report["expected"] = expected_tensors(self.get_model())
+    return report
+
+
+def parity_apply_weights(self: Any, path: str, version: int) -> dict[str, Any]:
+    """``WorkerBase.parity_apply_weights``: load a checked safetensors file as one policy.
+
+    Generation must be paused, and the file validated, by the caller.
+    """
+    return apply_weights(self, path, version)
