@@ -219,15 +219,18 @@ def _exact_products(device: torch.device) -> Iterator[None]:
             legacy = torch.get_float32_matmul_precision()
         except RuntimeError:  # set per backend, which the global getter refuses to report
             legacy = "highest"
-        backends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-        for backend in backends:
-            found = getattr(backend, "fp32_precision", "none")
-            if found not in ("none", "ieee"):
-                stack.callback(setattr, backend, "fp32_precision", found)
-                setattr(backend, "fp32_precision", "ieee")  # noqa: B010
-        if legacy != "highest":
-            stack.callback(torch.set_float32_matmul_precision, legacy)
-            torch.set_float32_matmul_precision("highest")
+        # torch below 2.9 has the global setting only.
+        cpu: Any = getattr(torch.backends.mkldnn, "matmul", None)
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cpu)
+        found = {b: b.fp32_precision for b in backends if hasattr(b, "fp32_precision")}
+        if legacy != "highest" or not {"none", "ieee"}.issuperset(found.values()):
+            for backend, precision in found.items():
+                stack.callback(setattr, backend, "fp32_precision", precision)
+                backend.fp32_precision = "ieee"
+            # Pushed last, undone first: restoring it overwrites the backends' own settings.
+            if legacy != "highest":
+                stack.callback(torch.set_float32_matmul_precision, legacy)
+                torch.set_float32_matmul_precision("highest")
         yield
 
 

@@ -12,6 +12,8 @@ from vllm_parity_plugin.compat import vllm_version
 from vllm_parity_plugin.weights.reload import policy_version
 
 PROBE_ROWS = 4
+BF16_SHARE = 0.5
+"""An fp32 product gives about 0.00002, a bf16 one 1.0."""
 
 
 def probe_head(model: torch.nn.Module) -> dict[str, Any] | None:
@@ -46,6 +48,11 @@ def probe_head(model: torch.nn.Module) -> dict[str, Any] | None:
     }
 
 
+def computes_in_fp32(head: dict[str, Any]) -> bool:
+    """Whether a probe shows an fp32 product: bf16 logits that were cast afterwards do not pass."""
+    return bool(head["dtype"] == "float32" and head["bf16_share"] < BF16_SHARE)
+
+
 def _model_dtype(model: torch.nn.Module) -> torch.dtype:
     for name, parameter in model.named_parameters():
         if "norm" in name and parameter.is_floating_point():
@@ -74,8 +81,6 @@ def attest(worker: Any) -> dict[str, Any]:
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "vocab_size": int(model_config.get_vocab_size()),
-        "tied_embeddings": bool(
-            getattr(model_config.hf_text_config, "tie_word_embeddings", False)
-        ),
+        "tied_embeddings": bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
         "policy_version": policy_version(worker),
     }

@@ -86,9 +86,11 @@ def mismatch_metrics(
     Numbers: differences (0, log 10) with clip (0, 3) give ratio_max 10, clipped_share 0.5,
     ratio_mean 5.5 and ess 121 / 202. Edge case: without tokens everything is 0.
     """
-    shape = trainer_logprobs.shape
+    low, high = (0.0, math.inf) if clip is None else clip
+    if not 0.0 <= low <= high:
+        raise ValueError(f"clip={clip}: expected (low, high) with 0 <= low <= high")
     _check_same(trainer_logprobs, sampler_logprobs, "trainer_logprobs", "sampler_logprobs")
-    asked = torch.ones(shape, dtype=torch.bool, device=trainer_logprobs.device)
+    asked = torch.ones_like(trainer_logprobs, dtype=torch.bool)
     if mask is not None:
         _check_same(trainer_logprobs, mask, "trainer_logprobs", "mask")
         asked = mask != 0
@@ -102,9 +104,6 @@ def mismatch_metrics(
     p99 = size.kthvalue(math.ceil(0.99 * tokens)).values
     log_ratio = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
-    low, high = (0.0, math.inf) if clip is None else clip
-    if not 0.0 <= low <= high:
-        raise ValueError(f"clip={clip}: expected (low, high) with 0 <= low <= high")
     values = torch.stack([
         size.mean(),
         p99,
@@ -131,7 +130,7 @@ def head_gap(trainer_head: Tensor, sampler_head: Tensor, mask: Tensor | None = N
     _check_same(trainer_head, sampler_head, "trainer_head", "sampler_head")
     present = trainer_head.isfinite() & sampler_head.isfinite()
     if mask is not None:
-        _check_same(trainer_head[..., 0], mask, "trainer_head without its last axis", "mask")
+        _check_same(present.any(-1), mask, "trainer_head without its last axis", "mask")
         present = present & (mask != 0).unsqueeze(-1)
     positions = int(present.any(-1).sum())
     if positions == 0:

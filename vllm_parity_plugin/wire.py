@@ -179,9 +179,7 @@ class Rollout:
 
     def span(self, sequence: int) -> slice:
         """Token positions of one sequence in the flat arrays."""
-        return slice(
-            int(self.sequence_offsets[sequence]), int(self.sequence_offsets[sequence + 1])
-        )
+        return slice(int(self.sequence_offsets[sequence]), int(self.sequence_offsets[sequence + 1]))
 
     def to_bytes(self) -> bytes:
         """One safetensors body; finish reasons and sampling travel as its metadata."""

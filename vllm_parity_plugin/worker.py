@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_parity_plugin.attestation import attest, probe_head
+from vllm_parity_plugin.attestation import attest, computes_in_fp32, probe_head
+from vllm_parity_plugin.cpu_seeds import protect_seeded_requests
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.settings import load_settings
 from vllm_parity_plugin.weights.checkpoint import expected_tensors, record_checkpoint
@@ -26,11 +27,14 @@ def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     if settings.mode == "off" or self.vllm_config.model_config.runner_type != "generate":
         return self.worker.load_model(*args, **kwargs)
     record_checkpoint()
+    protect_seeded_requests()
     result = self.worker.load_model(*args, **kwargs)
     head = probe_head(self.worker.get_model())
-    if settings.mode != "observe" and head is not None and head["dtype"] != "float32":
+    if settings.mode != "observe" and head is not None and not computes_in_fp32(head):
         raise ParityError(
-            f"The loaded lm_head computes in {head['dtype']} although head_dtype is float32.",
+            f"The loaded lm_head computes in bfloat16 although head_dtype is float32: its logits "
+            f"are {head['dtype']}, and bfloat16 represents {head['bf16_share']:.0%} of them "
+            "exactly.",
             "Every logit would be rounded, and the trainer's fp32 head would make the mismatch "
             "worse, not better.",
             "this architecture bypasses vLLM's head_dtype; serve it with "

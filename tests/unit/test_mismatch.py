@@ -139,6 +139,7 @@ def test_head_gap() -> None:
     both = head_gap(trainer, sampler)
     assert both.positions == 2 and both.l1 == pytest.approx((0.1 + 2.4) / 2, abs=1e-6)
     assert head_gap(trainer, torch.full_like(trainer, -math.inf)) == HeadGap(0, 0, 0, 0, 0, 0)
+    assert head_gap(trainer[:, :0], sampler[:, :0], torch.ones(2)).positions == 0
     with pytest.raises(ValueError, match="mask"):
         head_gap(trainer, sampler, torch.ones(3))
 
@@ -148,11 +149,12 @@ def test_ages_partition_the_tokens() -> None:
     trainer, sampler = torch.randn(2, 6), torch.randn(2, 6)
     versions = torch.tensor([[3, 3, 4, 4, 5, 99], [5, 5, 5, 4, 3, -1]])
     mask = versions.ne(99) & versions.ne(-1)
+    mask[1, 0] = False
     found = mismatch_by_version(trainer, sampler, versions, 5, mask, clip=(0.5, 2.0))
     assert list(found) == [0, 1, 2]
-    assert [m.tokens for m in found.values()] == [4, 3, 3]
+    assert [m.tokens for m in found.values()] == [3, 3, 3]
     for age, metrics in found.items():
-        own = versions == 5 - age
+        own = mask & (versions == 5 - age)
         assert metrics == mismatch_metrics(trainer[own], sampler[own], clip=(0.5, 2.0))
     with pytest.raises(ValueError, match="version 99 at current version 5"):
         mismatch_by_version(trainer, sampler, versions, 5)

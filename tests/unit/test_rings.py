@@ -67,7 +67,7 @@ BROKEN = {
     ),
     "pure imports a protocol module": (
         "vllm_parity_plugin.mismatch",
-        "from .wire import Frame\n",
+        "from .wire import Frame, Header\n",
         1,
         "imports vllm_parity_plugin.wire.Frame",
     ),

@@ -102,10 +102,11 @@ def run(
     """Return loss, metrics, and the gradients by both trainer tensors."""
     token = batch["token_logprobs"].clone().requires_grad_()
     head = batch["head_logprobs"].clone().requires_grad_()
-    loss, metrics = score_centering_loss(
-        **{**batch, "token_logprobs": token, "head_logprobs": head}, **kwargs
-    )
-    grads = torch.autograd.grad(loss.sum(), (token, head))
+    batch = {**batch, "token_logprobs": token, "head_logprobs": head}
+    # Fails on NaN in any step of the backward pass, also where a later step would hide it.
+    with torch.autograd.set_detect_anomaly(not kwargs.pop("allow_nan", False)):
+        loss, metrics = score_centering_loss(**batch, **kwargs)
+        grads = torch.autograd.grad(loss.sum(), (token, head))
     return loss.detach(), metrics, *grads
 
 
@@ -449,12 +450,15 @@ def test_unusable_tokens_leave_and_are_counted() -> None:
     assert all(g.isfinite().all() and (g[:4] == 0).all() for g in grads)
     valid = valid_tokens(batch["sampler_logprobs"], batch["sampler_head_logprobs"], mask)
     assert valid.tolist() == [False] * 4 + [True] * 2
+    sampler, mask = torch.tensor([-1.0, math.nan, -2.0]), torch.tensor([1, 1, 0])
+    assert valid_tokens(sampler, torch.zeros(3, 1), mask).tolist() == [True, False, False]
+    assert valid_tokens(sampler, torch.full((3, 1), -math.inf)).tolist() == [True, False, True]
 
 
 def test_trainer_nan_stays_visible() -> None:
     batch = random_batch()
     batch["head_logprobs"][0, 0] = math.nan
-    loss, *_ = run(batch)
+    loss, *_ = run(batch, allow_nan=True)
     assert loss.isnan().tolist() == [True] + [False] * 4
 
 

@@ -11,7 +11,7 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_callbacks.token_logprobs import local_head_weight, token_logprobs
+from trl_callbacks.token_logprobs import _exact_products, local_head_weight, token_logprobs
 
 N, D, V, M = 9, 8, 37, 4
 
@@ -110,7 +110,9 @@ def test_frozen_operands_get_no_gradient(frozen: str) -> None:
     hidden, weight, _, ids = operands()
     trained = weight if frozen == "hidden" else hidden
     trained.requires_grad_()
-    (found,) = gradients(token_logprobs(hidden, weight, ids)[0], trained)
+    with Seen() as seen:
+        (found,) = gradients(token_logprobs(hidden, weight, ids)[0], trained)
+    assert ("aten::addmm_" in seen.products) == (frozen == "hidden"), "work for a frozen weight"
     (want,) = gradients(reference(hidden, weight, ids)[0], trained)
     torch.testing.assert_close(found, want)
 
@@ -161,31 +163,62 @@ def test_mixed_dtypes_under_autocast(
         torch.testing.assert_close(grad.double(), exact, rtol=tolerance, atol=1e-5)
 
 
+def precision_state() -> tuple[str, str, str]:
+    """Return the global setting and those of both backends."""
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        legacy = "mixed"
+    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return legacy, cuda.fp32_precision, cpu.fp32_precision
+
+
 @pytest.fixture
 def _restore_precision() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        backend.fp32_precision = "none"
+
+
+PRECISIONS = {
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "cuda": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "cpu": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+}
 
 
 @pytest.mark.usefixtures("_restore_precision")
-def test_reduced_matmul_precision_is_not_used_and_is_restored() -> None:
+@pytest.mark.parametrize("reduce", PRECISIONS.values(), ids=PRECISIONS)
+def test_reduced_matmul_precision_is_not_used_and_is_restored(
+    reduce: Callable[[], None],
+) -> None:
     """TF32 on GPUs, bf16 on CPUs: the setting of the rest of the model stays what it was."""
     hidden, weight = torch.randn(128, 512), torch.randn(256, 512).requires_grad_()
     ids = torch.randint(256, (128, 2))
     want, _ = token_logprobs(hidden, weight, ids)
     (want_grad,) = gradients(want, weight)
-    for precision in ("high", "medium"):
-        torch.set_float32_matmul_precision(precision)
-        cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-        before = (cuda.fp32_precision, cpu.fp32_precision)
-        seen = Seen()
-        with seen:
-            logprobs, _ = token_logprobs(hidden, weight, ids)
-            (grad,) = gradients(logprobs, weight)
-        assert seen.precisions == {("ieee", "ieee")}
-        assert torch.equal(logprobs, want) and torch.equal(grad, want_grad)
-        assert torch.get_float32_matmul_precision() == precision
-        assert (cuda.fp32_precision, cpu.fp32_precision) == before != ("ieee", "ieee")
+    reduce()
+    before = precision_state()
+    with Seen() as seen:
+        logprobs, _ = token_logprobs(hidden, weight, ids)
+        (grad,) = gradients(logprobs, weight)
+    assert seen.precisions == {("highest", "ieee", "ieee")}
+    assert torch.equal(logprobs, want) and torch.equal(grad, want_grad)
+    assert precision_state() == before
+
+
+@pytest.mark.usefixtures("_restore_precision")
+def test_the_global_setting_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch below 2.9, whose backends have no setting of their own."""
+    torch.set_float32_matmul_precision("high")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", object())
+    monkeypatch.setattr(torch.backends.mkldnn, "matmul", object(), raising=False)
+    with _exact_products(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 class Seen(TorchDispatchMode):
@@ -193,14 +226,15 @@ class Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.precisions: set[tuple[str, str]] = set()
+        self.precisions: set[tuple[str, str, str]] = set()
+        self.products: set[str] = set()
         self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if func._schema.name in ("aten::mm", "aten::addmm_"):
-            backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-            self.precisions.add(tuple(b.fp32_precision for b in backends))
+            self.products.add(func._schema.name)
+            self.precisions.add(precision_state())
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, Tensor):
                 self.largest = max(self.largest, tensor.numel())

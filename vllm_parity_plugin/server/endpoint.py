@@ -7,12 +7,14 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.settings import ParitySettings, load_settings
 from vllm_parity_plugin.wire import Status, WorkerStatus
+
+State = Literal["serving", "updating", "paused", "unhealthy"]
 
 NAME = "parity"
 GROUP = "vllm.endpoint_plugins"
@@ -106,7 +108,7 @@ class ServerState:
             workers=workers,
         )
 
-    async def _state(self) -> str:
+    async def _state(self) -> State:
         if self.updates.failure is not None:
             return "unhealthy"
         if self.updates.updating:

@@ -97,9 +97,7 @@ def _assemble(request: RolloutRequest, outputs: list[Any], version: int) -> Roll
     width = 1 + request.head_size
     ids, logprobs = zip(*(_arrays(output, width) for output in outputs), strict=True)
     all_ids, all_logprobs = np.concatenate(ids), np.concatenate(logprobs)
-    token_ids = np.concatenate(
-        [np.asarray(output.token_ids, dtype=np.int32) for output in outputs]
-    )
+    token_ids = np.concatenate([np.asarray(output.token_ids, dtype=np.int32) for output in outputs])
     if not np.array_equal(all_ids[:, 0], token_ids):
         raise ParityError(
             "The engine's first logprob is not the sampled token's.",

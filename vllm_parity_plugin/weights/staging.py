@@ -36,9 +36,7 @@ class Staging:
         if directory is None:
             parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self.path = Path(tempfile.mkdtemp(prefix="vllm-parity-", dir=parent))
-            self._cleanup = weakref.finalize(
-                self, _remove_if_owner, str(self.path), os.getpid()
-            )
+            self._cleanup = weakref.finalize(self, _remove_if_owner, str(self.path), os.getpid())
         else:
             self.path = directory.expanduser().resolve()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ is paused, and generation resumes only when every worker reports the new version
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.weights.manifest import ManifestError, TensorSpec, compare, read_manifest
 from vllm_parity_plugin.weights.staging import Staging
+from vllm_parity_plugin.weights.values import check_values
 from vllm_parity_plugin.wire import WeightUpdate, WeightUpdateResult
 
 
@@ -109,9 +111,15 @@ class WeightUpdates:
         path = self.staging.resolve(update.file)
         arrived = read_manifest(path)
         compare(arrived, await self.expected())
+        await asyncio.to_thread(check_values, path)
 
         pause_started = time.perf_counter()
-        await self._engine.pause_generation(mode="keep", clear_cache=update.kv == "recompute")
+        # vLLM's prefix cache (left on in mode observe) is not keyed by policy: new prompts would
+        # be served from KV of the old weights. It can only be cleared together with running KV.
+        cached = self._engine.vllm_config.cache_config.enable_prefix_caching
+        await self._engine.pause_generation(
+            mode="keep", clear_cache=update.kv == "recompute" or bool(cached)
+        )
         try:
             await self._engine.collective_rpc(
                 "parity_apply_weights", args=(str(path), update.version)

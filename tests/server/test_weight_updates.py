@@ -1,0 +1,450 @@
+"""Weight updates on real servers: all of a policy or nothing of it.
+
+Properties:
+- an update gives exactly that policy's logprobs (a fresh Transformers model is the reference), for
+  untied and tied heads, fp32 and bf16, repeatedly, and when only the head changes (H1, W8, W11);
+- requests in flight go on: no abort, no preemption, earlier tokens untouched (W3, W4);
+- whatever does not fit is refused before anything is touched (W13, X1);
+- a load that fails half-way leaves generation paused until a good update (W7, W8);
+- one update at a time, in order, idempotent (W18);
+- no prompt uses KV from before an update, also where vLLM's prefix cache is on (W1).
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.client import Client, sequences
+from tests.conftest import API_KEY, TOKEN
+from tests.models import Kind, noisy, weights_of
+from tests.offline import run_jobs
+from tests.reference import reference
+from vllm_parity_plugin.serving import Server
+
+Tensors = dict[str, torch.Tensor]
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104]]
+SAME, FACTOR = 0.02, 5.0
+LONG_PROMPT = [(7 * i) % 500 + 3 for i in range(200)]
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+
+
+class Subject:
+    """A server, its model and the weights it was started with."""
+
+    def __init__(self, server: Server, path: Path, **credentials: str) -> None:
+        self.server, self.path = server, path
+        self.client = Client(server, **credentials)
+        self.original = weights_of(path)
+        if "lm_head.weight" not in self.client.weights_info().tensors:
+            self.original.pop("lm_head.weight", None)
+
+    def mismatch(self, weights: Tensors, head: Any = "float32") -> float:
+        """Mean |server - reference holding ``weights``| of freshly sampled tokens."""
+        found = self.client.rollout(PROMPTS, seeds=[0, 1, 2], max_tokens=16, ignore_eos=True)
+        expected = reference(self.path, PROMPTS, sequences(found), weights=weights, head=head)
+        return float(np.abs(found.logprobs - expected).mean())
+
+    def serves(self, new: Tensors, old: Tensors, head: Any = "float32") -> None:
+        """Assert that the server holds ``new`` and is far from ``old``."""
+        right, wrong = self.mismatch(new, head), self.mismatch(old, head)
+        assert right <= SAME
+        assert wrong > FACTOR * right
+
+    def fingerprint(self) -> tuple[list[int], bytes]:
+        """Greedy ids and the bits of their logprobs, one request at a time: batches round."""
+        found = [self.client.rollout([prompt], head_size=8, **GREEDY) for prompt in PROMPTS]
+        bits = b"".join(r.logprobs.tobytes() + r.head_logprobs.tobytes() for r in found)
+        return [token for r in found for token in r.token_ids.tolist()], bits
+
+    def restore(self) -> None:
+        answer = self.client.update(self.original, version=None)
+        assert answer.status_code == 200, answer.text
+        assert self.client.status().state == "serving"
+
+
+@pytest.fixture
+def untied(untied_server: Server, tiny_model: Callable[[Kind], Path]) -> Iterator[Subject]:
+    subject = Subject(untied_server, tiny_model("gc"))
+    yield subject
+    subject.restore()
+
+
+@pytest.fixture(params=["tied_server", "observe_server"])
+def tied(
+    request: pytest.FixtureRequest, tiny_model: Callable[[Kind], Path]
+) -> Iterator[tuple[Subject, str]]:
+    """A tied model with an fp32 head, and with vLLM's own bf16 head."""
+    server = request.getfixturevalue(request.param)
+    fp32 = request.param == "tied_server"
+    credentials = {"token": TOKEN, "api_key": API_KEY} if fp32 else {}
+    subject = Subject(server, tiny_model("tied" if fp32 else "tied-gc"), **credentials)
+    yield subject, "float32" if fp32 else "bfloat16"
+    subject.restore()
+
+
+def accepted(answer: Any) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["applied"] is True
+    return answer.json()
+
+
+def test_w8_identity_update_changes_no_bit(untied: Subject) -> None:
+    """W8a: the same weights again give bitwise equal ids and logprobs."""
+    before = untied.fingerprint()
+    result = accepted(untied.client.update(untied.original))
+    assert result["tensors"] == len(untied.original)
+    assert untied.fingerprint() == before
+
+
+def test_w8_update_equals_the_new_model(untied: Subject) -> None:
+    """W8b: every matrix changed by 0.5 sd: the new model's logprobs, not the old one's."""
+    new = noisy(untied.original, seed=1)
+    accepted(untied.client.update(new))
+    untied.serves(new, untied.original)
+
+
+def test_h1_alternating_head_updates(untied: Subject) -> None:
+    """H1: only the head changes, three times: no cached copy of it survives."""
+    old = untied.original
+    for seed in (2, 3, 4):
+        new = noisy(untied.original, seed=seed, sd=1.0, only="lm_head")
+        accepted(untied.client.update(new))
+        untied.serves(new, old)
+        old = new
+
+
+def test_w11_tied_head_follows_the_embedding(tied: tuple[Subject, str]) -> None:
+    """W11, H4: a tied head is sent as the embedding, and its kernel copy is rebuilt each time."""
+    subject, head = tied
+    old = subject.original
+    for seed in (5, 6, 7):
+        new = noisy(subject.original, seed=seed, only="embed_tokens")
+        accepted(subject.client.update(new))
+        subject.serves(new, old, head)
+        old = new
+
+
+def test_w13_fp32_tensors_are_rounded_once(untied: Subject) -> None:
+    """W13: float32 tensors give the bits of the same tensors rounded to bf16 by the trainer."""
+    new = noisy(untied.original, seed=8)
+    fp32 = {name: tensor.float() + 1e-4 * tensor.float().abs() for name, tensor in new.items()}
+    accepted(untied.client.update(fp32))
+    found = untied.fingerprint()
+    accepted(untied.client.update({name: t.bfloat16() for name, t in fp32.items()}))
+    assert untied.fingerprint() == found
+
+
+def in_flight(subject: Subject) -> tuple[Any, Callable[[], Any]]:
+    """Start a long request, wait until it produces tokens, and return how to get its result."""
+    produced = subject.client.metric("vllm:generation_tokens_total")
+    results: list[Any] = []
+
+    def work() -> None:
+        client = Client(subject.server)
+        results.append(
+            client.rollout(
+                [LONG_PROMPT[:140]], seeds=[0], max_tokens=600, ignore_eos=True, temperature=1.0
+            )
+        )
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while subject.client.metric("vllm:generation_tokens_total") < produced + 20:
+        assert thread.is_alive()
+        time.sleep(0.01)
+
+    def finish() -> Any:
+        thread.join(60)
+        assert results, "the request in flight was lost"
+        return results[0]
+
+    return thread, finish
+
+
+def test_w3_pause_and_resume_change_no_bit(untied: Subject) -> None:
+    """W3: a request frozen and thawed by hand has the bits of an undisturbed one."""
+    _, undisturbed = in_flight(untied)
+    expected = undisturbed()
+    preempted = untied.client.metric("vllm:num_preemptions_total")
+    thread, finish = in_flight(untied)
+    assert untied.client.http.post("/v1/parity/pause").status_code == 204
+    assert untied.client.status().state == "paused"
+    assert thread.is_alive()
+    assert untied.client.http.post("/v1/parity/pause").status_code == 204
+    assert untied.client.http.post("/v1/parity/resume").status_code == 204
+    found = finish()
+    assert untied.client.metric("vllm:num_preemptions_total") == preempted
+    assert found.to_bytes() == expected.to_bytes()
+
+
+@pytest.mark.parametrize(("kv", "preemptions"), [("keep", 0), ("recompute", 1)])
+def test_w4_request_in_flight_over_an_update(untied: Subject, kv: str, preemptions: int) -> None:
+    """W3, W4: it finishes with all its tokens; the ones it had are untouched, the rest are new."""
+    _, undisturbed = in_flight(untied)
+    expected = undisturbed()
+    assert set(expected.policy_versions) == {untied.client.status().policy_version}
+    preempted = untied.client.metric("vllm:num_preemptions_total")
+    new = noisy(untied.original, seed=9)
+    _, finish = in_flight(untied)
+    accepted(untied.client.update(new, kv=kv))
+    found = finish()
+    assert (len(found.token_ids), found.finish_reasons) == (600, ["length"])
+    assert untied.client.metric("vllm:num_preemptions_total") == preempted + preemptions
+    assert set(found.policy_versions) == {-1}
+    same = found.logprobs == expected.logprobs
+    assert same[:10].all()
+    assert not same[-10:].any()
+    untied.serves(new, untied.original)
+
+
+def truncated(path: Path, tensors: Tensors) -> None:
+    save_file(tensors, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+class TouchOnLoad:
+    """A pickle that leaves a trace when it is read."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+# What is wrong with the file -> (how to write it, a part of the answer)
+BAD_FILES: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
+    "missing tensor": (lambda path, t: save_file(without(t, Q), path), Q),
+    "unknown tensor": (lambda path, t: save_file(t | {"module.x": t[Q].clone()}, path), "module.x"),
+    "wrong shape": (lambda path, t: save_file(t | {Q: t[Q].T.contiguous()}, path), "[64, 128]"),
+    "empty tensor": (lambda path, t: save_file(t | {Q: t[Q][:0]}, path), Q),
+    "wrong dtype": (lambda path, t: save_file(t | {Q: t[Q].half()}, path), "F16"),
+    "non-finite": (lambda path, t: save_file(t | {Q: t[Q] * torch.nan}, path), Q),
+    "truncated file": (truncated, "not a complete safetensors file"),
+    "garbage": (lambda path, t: path.write_bytes(b"\xff" * 4096), "not a complete safetensors"),
+    "empty file": (lambda path, t: path.write_bytes(b""), "not a complete safetensors"),
+    "pickle": (
+        lambda path, t: path.write_bytes(pickle.dumps(TouchOnLoad(path.with_suffix(".trace")))),
+        "not a complete safetensors",
+    ),
+    "a directory": (lambda path, t: path.mkdir(), "not a regular file"),
+    "a link": (lambda path, t: path.symlink_to(save_elsewhere(path, t)), "a link"),
+}
+
+
+def save_elsewhere(path: Path, tensors: Tensors) -> Path:
+    target = path.parent.parent / f"{path.name}.elsewhere"
+    save_file(tensors, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def untouched(
+    untied_server: Server, tiny_model: Callable[[Kind], Path]
+) -> Iterator[tuple[Subject, tuple[list[int], bytes]]]:
+    """A server that refusals must leave as it is; compared once, after all of them."""
+    subject = Subject(untied_server, tiny_model("gc"))
+    accepted(subject.client.update(subject.original))
+    yield subject, subject.fingerprint()
+
+
+def refused(subject: Subject, before: Any, answer: Any, part: str, code: int = 422) -> None:
+    """A 4xx that names the matter; the served policy and the state are what they were."""
+    assert answer.status_code == code, answer.text
+    assert part in answer.text.replace('\\"', '"')
+    assert subject.client.status().state == "serving"
+    assert subject.fingerprint() == before
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_refusals_leave_the_policy_untouched(
+    untouched: tuple[Subject, Any], tmp_path: Path, what: str
+) -> None:
+    """W13, X1: a file that does not fit is refused with the reason, before anything is touched."""
+    subject, before = untouched
+    write, part = BAD_FILES[what]
+    version = subject.client.status().policy_version
+    path = Path(subject.client.weights_info().directory) / f"{what.replace(' ', '-')}.bin"
+    write(path, noisy(subject.original, seed=10))
+    refused(
+        subject, before, subject.client.post_weights(version=version + 1, file=path.name), part
+    )
+    assert subject.client.status().policy_version == version
+    assert not path.with_suffix(".trace").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../update.safetensors", "sub/update.safetensors", "..", ".", "", ".vllm-parity"]
+)
+def test_x1_names_that_leave_the_directory(untouched: tuple[Subject, Any], name: str) -> None:
+    """X1: only a bare file name is accepted."""
+    subject, before = untouched
+    save_elsewhere(
+        Path(subject.client.weights_info().directory) / "update.safetensors", subject.original
+    )
+    answer = subject.client.post_weights(version=99, file=name)
+    refused(subject, before, answer, "is not a file name in the weights directory")
+
+
+def test_absolute_and_missing_files(untouched: tuple[Subject, Any]) -> None:
+    """X1: an absolute path is refused although the file fits; a missing file is named."""
+    subject, before = untouched
+    path = subject.client.stage(subject.original)
+    refused(
+        subject,
+        before,
+        subject.client.post_weights(version=99, file=str(path)),
+        "is not a file name",
+    )
+    path.unlink()
+    refused(
+        subject,
+        before,
+        subject.client.post_weights(version=99, file=path.name),
+        f"There is no file '{path.name}'",
+    )
+
+
+def test_versions_only_count_up(untouched: tuple[Subject, Any]) -> None:
+    """W18: an older version and version 0 are refused; the served one again is answered, unapplied."""
+    subject, before = untouched
+    served = subject.client.status().policy_version
+    assert served >= 1
+    new = noisy(subject.original, seed=11)
+    accepted(subject.client.update(subject.original, version=served + 2))
+    refused(subject, before, subject.client.update(new, version=served + 1), "is older than")
+    path = subject.client.stage(new)
+    zero = subject.client.post_weights(version=0, file=path.name)
+    refused(subject, before, zero, "body.version", code=400)
+    repeated = subject.client.post_weights(version=served + 2, file=path.name)
+    assert repeated.status_code == 200, repeated.text
+    assert repeated.json()["applied"] is False
+    assert subject.fingerprint() == before
+
+
+def test_w11_a_tied_head_must_not_be_sent(tied: tuple[Subject, str]) -> None:
+    """W11: a second tensor for a tied head is refused, with the reason."""
+    subject, _ = tied
+    before = subject.fingerprint()
+    extra = {"lm_head.weight": subject.original["model.embed_tokens.weight"].clone()}
+    refused(
+        subject,
+        before,
+        subject.client.update(subject.original | extra),
+        "a tied lm_head is not sent",
+    )
+
+
+def test_w18_two_updates_at_once(untied: Subject) -> None:
+    """W18: of two updates at the same time, each is applied or refused, and one policy results."""
+    served = untied.client.status().policy_version
+    policies = {served + i: noisy(untied.original, seed=20 + i) for i in (1, 2)}
+    paths = {v: untied.client.stage(t, f"{v}.safetensors") for v, t in policies.items()}
+
+    def send(version: int) -> int:
+        client = Client(untied.server)
+        return client.post_weights(version=version, file=paths[version].name).status_code
+
+    with ThreadPoolExecutor() as pool:
+        codes = dict(zip(policies, pool.map(send, policies), strict=True))
+    assert set(codes.values()) <= {200, 409, 422}
+    assert 200 in codes.values()
+    status = untied.client.status()
+    assert status.state == "serving"
+    assert codes[status.policy_version] == 200
+    assert status.policy_version == max(v for v, code in codes.items() if code == 200)
+    assert untied.mismatch(policies[status.policy_version]) <= SAME
+
+
+def test_a_load_that_fails_half_way(untied: Subject, fault: dict[str, str]) -> None:
+    """W7, W8: half a policy is never served; the next good update heals, and nothing was lost."""
+    before = untied.client.status()
+    new = noisy(untied.original, seed=12)
+    Path(fault["PARITY_TEST_FAULT"]).touch()
+    answer = untied.client.update(new)
+    assert answer.status_code == 500
+    assert "injected fault" in answer.text
+    assert "generation stays paused" in answer.text
+    status = untied.client.status()
+    assert status.state == "unhealthy"
+    assert status.policy_version == before.policy_version
+    assert untied.client.ask_rollout(PROMPTS).status_code == 503
+    assert untied.client.http.post("/v1/parity/resume").status_code == 409
+    incomplete = untied.client.update(without(new, Q), version=before.policy_version + 1)
+    assert incomplete.status_code == 422
+    assert untied.client.status().state == "unhealthy"
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(
+            untied.client.completions, PROMPTS[0], logprobs=0, max_tokens=8, ignore_eos=True
+        )
+        healing = Client(untied.server).update(new)
+        accepted(healing)
+        (choice,) = waiting.result(timeout=60)
+    assert untied.client.status().state == "serving"
+    untied.serves(new, untied.original)
+    expected = reference(untied.path, PROMPTS[:1], [choice["token_ids"]], weights=new)
+    assert np.abs(np.array(choice["logprobs"]["token_logprobs"]) - expected).mean() <= SAME
+
+
+def long_prompt_logprobs(subject: Subject) -> tuple[np.ndarray, list[list[int]], int]:
+    """Logprobs and ids after the long prompt, and the prompt tokens that came from a cache."""
+    hits = subject.client.metric("vllm:prefix_cache_hits_total")
+    found = subject.client.rollout([LONG_PROMPT], seeds=[0], max_tokens=24, ignore_eos=True)
+    cached = subject.client.metric("vllm:prefix_cache_hits_total") - hits
+    return found.logprobs, sequences(found), int(cached)
+
+
+@pytest.mark.parametrize("name", ["untied_server", "observe_server"])
+def test_w1_no_prompt_uses_old_kv(
+    request: pytest.FixtureRequest, tiny_model: Callable[[Kind], Path], name: str
+) -> None:
+    """W1: with prefix caching off, and where observe leaves it on, an update ends all old KV."""
+    observing = name == "observe_server"
+    server = request.getfixturevalue(name)
+    subject = Subject(server, tiny_model("tied-gc" if observing else "gc"))
+    head = "bfloat16" if observing else "float32"
+    long_prompt_logprobs(subject)
+    assert long_prompt_logprobs(subject)[2] == (128 if observing else 0)
+    new = noisy(subject.original, seed=13)
+    accepted(subject.client.update(new))
+    found, ids, cached = long_prompt_logprobs(subject)
+    expected = reference(subject.path, [LONG_PROMPT], ids, weights=new, head=head)
+    subject.restore()
+    assert cached == 0
+    assert np.abs(found - expected).max() < 0.05
+
+
+def test_w1_control_stock_prefix_cache_is_stale(
+    tiny_model: Callable[[Kind], Path], tmp_path: Path
+) -> None:
+    """W1 control: new weights under vLLM's own prefix cache and no reset: old KV is served."""
+    path = tiny_model("untied")
+    new = noisy(weights_of(path), seed=13)
+    save_file(new, tmp_path / "new.safetensors")
+    sampling = {"max_tokens": 24, "seed": 0, "ignore_eos": True}
+    generate = {"op": "generate", "prompts": [LONG_PROMPT], "sampling": sampling}
+    apply = {"op": "apply", "path": str(tmp_path / "new.safetensors"), "version": 1}
+    args = {"model": str(path), "additional_config": {"parity": {"mode": "observe"}}}
+    job = {"kind": "llm", "args": args, "steps": [generate, generate, apply, generate]}
+    (result,) = run_jobs([job], tmp_path)
+    assert result["error"] is None, result["error"]
+    warm, stale = result["steps"][1][0], result["steps"][3][0]
+    assert (warm["cached"], stale["cached"]) == (128, 128)
+    expected = reference(path, [LONG_PROMPT], [stale["token_ids"]], weights=new)
+    assert np.abs(np.array(stale["logprobs"]) - expected).max() > 0.3

@@ -1,0 +1,292 @@
+"""Rollouts from a parity server, with sampler heads, behind TRL's two interfaces for them.
+
+``ParityGeneration`` stands in for TRL's ``VLLMGeneration`` inside ``ParityGRPOTrainer``.
+``ParityRollout`` is a ``rollout_func`` for a stock ``GRPOTrainer``. Both push weights through
+``/v1/parity/weights``, so both work without NCCL, on CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_callbacks.client import ParityClient
+from trl_callbacks.compat import log_metrics
+from trl_callbacks.weight_sync import WeightSync
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling, WeightUpdateResult
+
+T = TypeVar("T")
+
+
+class ParityGeneration(VLLMGeneration):
+    """TRL's generation backend, against a parity server.
+
+    Every process samples its own prompts, so heads never travel between ranks; the main process
+    alone pushes weights.
+
+    Args:
+        client: the server.
+        seed: makes rollouts repeatable; each sequence gets a seed derived from it, the rank and
+            the number of the call. None leaves sampling to the engine's own generator.
+        **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
+
+    Attributes:
+        last_rollout: this process's latest rollout, prompt-major as TRL's rows are.
+        last_update: the latest weight update; None before the first.
+    """
+
+    def __init__(self, *args: Any, client: ParityClient, seed: int | None, **kwargs: Any) -> None:
+        self.client = client
+        self.seed = seed
+        self.calls = 0
+        self.last_rollout: Rollout | None = None
+        self.last_update: WeightUpdateResult | None = None
+        self._sync: WeightSync | None = None
+        super().__init__(*args, mode="server", **kwargs)
+
+    def _init_vllm(self) -> None:
+        """Find the weights directory instead of joining an NCCL group."""
+
+        def connect() -> None:
+            self._sync = WeightSync(self.client)
+
+        on_main_process(self.accelerator, connect)
+
+    def sync_weights(self) -> None:
+        """Push the trainer's weights as the next policy version, on all ranks or none."""
+        tensors = self._iter_named_params()
+
+        def push() -> WeightUpdateResult:
+            assert self._sync is not None
+            try:
+                return self._sync.push(tensors)
+            finally:
+                for _ in tensors:  # other ranks are in the same gathers
+                    pass
+
+        if not self.accelerator.is_main_process:
+            for _ in tensors:
+                pass
+        self.last_update = on_main_process(self.accelerator, push)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[Any] | None,
+        num_generations: int,
+        profiler: Any = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """One completion per prompt (TRL repeats prompts ``num_generations`` times).
+
+        Returns:
+            prompt ids, completion ids, ``[[logprob]]`` of each sampled token, found by its id,
+            and None in place of TRL's top-k ids: heads are arrays in ``last_rollout``.
+        """
+        if images is not None and any(image is not None for image in images):
+            raise ParityError(
+                "The prompts hold images.",
+                "Parity rollouts carry token ids only.",
+                "train on text, or use TRL's own vLLM mode with ParityCallback.",
+            )
+        request = RolloutRequest(
+            prompts=prompts,
+            head_size=self.logprobs or 0,
+            seeds=self._seeds(len(prompts)),
+            sampling=self._sampling(),
+        )
+        with profiler or nullcontext():
+            rollout = self.client.rollout(request)
+        self.last_rollout = rollout
+        ids, logprobs = [], []
+        for sequence in range(len(rollout)):
+            span = rollout.span(sequence)
+            ids.append(rollout.token_ids[span].tolist())
+            logprobs.append([[value] for value in rollout.logprobs[span].tolist()])
+        return prompts, ids, logprobs, None
+
+    def _sampling(self) -> Sampling:
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            "max_tokens": self.max_completion_length,
+            **self.generation_kwargs,
+        }
+        unknown = sorted(values.keys() - Sampling.model_fields.keys())
+        if unknown:
+            raise ParityError(
+                f"generation_kwargs has {', '.join(unknown)}, which parity rollouts do not take.",
+                "It would be dropped, and the sampler would not do what was asked.",
+                f"remove it; parity rollouts take {', '.join(sorted(Sampling.model_fields))}.",
+            )
+        return Sampling(**values)
+
+    def _seeds(self, count: int) -> list[int] | None:
+        self.calls += 1
+        if self.seed is None:
+            return None
+        entropy = [self.seed, self.calls, self.accelerator.process_index]
+        state = np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)
+        return [int(value) for value in state]
+
+
+def on_main_process(accelerator: Any, action: Callable[[], T]) -> T:
+    """Run ``action`` on the main process and give every process its result, or its error.
+
+    Without this, a failure on the main process leaves the others waiting in a collective.
+
+    Raises:
+        ParityError: what the main process raised, on all processes.
+    """
+    outcome: list[Any] = [None]
+    failure: BaseException | None = None
+    if accelerator.is_main_process:
+        try:
+            outcome = [("ok", action())]
+        except ParityError as error:
+            failure = error
+            outcome = [("refused", (error.found, error.why, error.fix))]
+        except Exception as error:
+            failure = error
+            outcome = [("failed", repr(error))]
+    broadcast_object_list(outcome, from_process=0)
+    if failure is not None:
+        raise failure
+    kind, value = outcome[0]
+    if kind == "refused":
+        raise ParityError(*value)
+    if kind == "failed":
+        raise ParityError(
+            f"The main process failed ({value}).",
+            "The other processes cannot go on alone.",
+            "look at the main process's traceback.",
+        )
+    return value
+
+
+def generation_for(trainer: Any, client: ParityClient, seed: int | None) -> ParityGeneration:
+    """A backend with the sampling parameters of a trainer."""
+    return ParityGeneration(
+        model=trainer.model,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        repetition_penalty=trainer.repetition_penalty,
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k,
+        min_p=trainer.min_p,
+        max_completion_length=trainer.max_completion_length,
+        logprobs=0,
+        generation_kwargs=trainer.args.generation_kwargs,
+        client=client,
+        seed=seed,
+    )
+
+
+def unusable_rows(rollout: Rollout) -> dict[int, str]:
+    """Sequences that must not be trained on: row -> reason.
+
+    ``abort`` is never an answer (case W4), and a NaN logprob means that the whole row of logits
+    was broken, so the tokens themselves are garbage (case L8).
+    """
+    reasons = {}
+    for row, finish in enumerate(rollout.finish_reasons):
+        broken = np.flatnonzero(~np.isfinite(rollout.logprobs[rollout.span(row)]))
+        if finish not in {"stop", "length"}:
+            reasons[row] = f"it ended with {finish!r}"
+        elif len(broken):
+            reasons[row] = f"its logprob at position {int(broken[0])} is not finite"
+    return reasons
+
+
+class ParityRollout:
+    """A TRL ``rollout_func``: samples from a parity server and keeps it in step with the trainer.
+
+    ``GRPOTrainer(..., rollout_func=ParityRollout(url), callbacks=[ParityCallback(url)])``
+
+    Args:
+        server_url: base URL of the server.
+        token: its VLLM_PARITY_TOKEN, if it has one.
+        seed: makes rollouts repeatable.
+        timeout: seconds that one rollout may take.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        *,
+        token: str | None = None,
+        seed: int | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.client = ParityClient(server_url, token=token, timeout=timeout)
+        self._seed = seed
+        self._generation: ParityGeneration | None = None
+        self._synced_step = -1
+
+    def __call__(self, prompts: Iterable[Any], trainer: Any) -> dict[str, Any]:
+        """TRL's contract: prompt_ids, completion_ids and logprobs, one entry per prompt."""
+        if self._generation is None:
+            self._generation = generation_for(trainer, self.client, self._seed)
+        generation = self._generation
+        if trainer.state.global_step != self._synced_step:
+            generation.sync_weights()
+            self._synced_step = trainer.state.global_step
+            log_update(trainer, generation)
+        prompt_ids, images, _ = trainer._tokenize_prompts(list(prompts))
+        _, completion_ids, logprobs, _ = generation.generate(prompt_ids, images, 1)
+        assert generation.last_rollout is not None
+        for row, reason in unusable_rows(generation.last_rollout).items():
+            raise ParityError(
+                f"Completion {row} of this rollout cannot be trained on: {reason}.",
+                "A rollout_func cannot mask a completion, and training on it would count noise "
+                "as an answer.",
+                "look at the server's log; ParityGRPOTrainer masks such completions instead.",
+            )
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "logprobs": [[token[0] for token in row] for row in logprobs],
+        }
+
+
+def log_update(trainer: Any, generation: ParityGeneration) -> None:
+    """Put the latest weight update among the trainer's metrics."""
+    update = generation.last_update
+    if update is not None:
+        log_metrics(
+            trainer,
+            {
+                "parity/policy_version": float(update.policy_version),
+                "parity/weight_update/pause_seconds": update.pause_seconds,
+                "parity/weight_update/total_seconds": update.total_seconds,
+                "parity/weight_update/bytes": float(update.bytes),
+            },
+        )
+
+
+def padded_heads(
+    rollout: Rollout, tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Head ids [B, T, K] (int32, padding -1) and log q [B, T, K] (padding -inf).
+
+    Padded to ``tokens``, the width that TRL padded the completions to.
+    """
+    rows, size = len(rollout), rollout.head_ids.shape[1]
+    ids = np.full((rows, tokens, size), -1, dtype=np.int32)
+    logprobs = np.full((rows, tokens, size), -np.inf, dtype=np.float32)
+    for row in range(rows):
+        span = rollout.span(row)
+        length = span.stop - span.start
+        ids[row, :length] = rollout.head_ids[span]
+        logprobs[row, :length] = rollout.head_logprobs[span]
+    return torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)
