@@ -16,8 +16,10 @@ from tests.faults import install_faults
 from tests.models import COUNTDOWN, Kind, large_logits, tiny_qwen3
 from vllm_parity_plugin.serving import Server, serve
 
-STANDARD = ("--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager")
-LONG = ("--dtype", "bfloat16", "--max-model-len", "1024", "--enforce-eager")
+# vLLM's CPU build refuses to start unless this share of all memory is free, and servers add up.
+MEMORY = ("--gpu-memory-utilization", "0.1")
+STANDARD = ("--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager", *MEMORY)
+LONG = ("--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", *MEMORY)
 TOKEN = "a-token-for-tests"
 API_KEY = "an-api-key-for-tests"
 LOG_LINES = 40
@@ -28,11 +30,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     """A failed test shows the end of the log of every server it used."""
     report = yield
     if report.failed:
-        for name, value in getattr(item, "funcargs", {}).items():
-            running = getattr(value, "server", value)
-            if isinstance(running, Server) and running.log.exists():
-                tail = "\n".join(running.log_text().splitlines()[-LOG_LINES:])
-                report.sections.append((f"end of the log of {name}", tail))
+        used = [getattr(v, "server", v) for v in getattr(item, "funcargs", {}).values()]
+        servers = {value.url: value for value in used if isinstance(value, Server)}
+        for url, running in servers.items():
+            tail = "\n".join(running.log_text().splitlines()[-LOG_LINES:])
+            report.sections.append((f"end of the log of {url}", tail))
     return report
 
 
@@ -95,9 +97,7 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def untied_server(
-    tiny_model: Callable[[Kind], Path], fault: dict[str, str]
-) -> Iterator[Server]:
+def untied_server(tiny_model: Callable[[Kind], Path], fault: dict[str, str]) -> Iterator[Server]:
     """Untied model with an opinion on sampling, started with flags that contradict the rules."""
     with serve(tiny_model("gc"), *LONG, *CONFLICTS, env=fault) as running:
         yield running

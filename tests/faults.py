@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PLUGIN = '''
+PLUGIN = """
 import itertools, os, pathlib
 
 def register():
@@ -28,7 +28,7 @@ def register():
 
     load_weights.fault = True
     model.load_weights = load_weights
-'''
+"""
 ENTRY_POINTS = "[vllm.general_plugins]\nparity_test_fault = parity_test_fault:register\n"
 
 

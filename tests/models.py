@@ -30,7 +30,7 @@ GENERATION_CONFIG = {
     "eos_token_id": [EOS, SECOND_EOS],
 }
 """A model repository's opinion on sampling (L6)."""
-CONTEXT = 1024
+CONTEXT = 2048
 
 
 def tiny_qwen3(directory: Path, kind: Kind) -> Path:

@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 Job = dict[str, Any]
-LONGER_CONTEXT = 2048
+LONGER_CONTEXT = 4096
 
 
 def run_jobs(jobs: Sequence[Job], directory: Path) -> list[dict[str, Any]]:
@@ -135,6 +135,7 @@ def do_step(llm: Any, step: dict[str, Any], logits: list[Any]) -> Any:
 
 def do_config(job: Job) -> list[Any]:
     from vllm.engine.arg_utils import EngineArgs
+
     from vllm_parity_plugin.engine_args import observed
 
     config = EngineArgs(**job["args"]).create_engine_config()

@@ -10,11 +10,11 @@ import torch
 from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
-from trl_callbacks.client import ParityClient
 from trl_callbacks.compat import calling_trainer, log_metrics
 from trl_callbacks.handshake import TrainerFacts, check_pair, check_sampling
 from trl_callbacks.lm_head import ParityHead, install_parity_head
 from trl_callbacks.rollout import on_main_process
+from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.mismatch import mismatch_metrics
 from vllm_parity_plugin.wire import Status, WorkerStatus

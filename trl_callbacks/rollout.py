@@ -16,9 +16,9 @@ import torch
 from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_callbacks.client import ParityClient
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.weight_sync import WeightSync
+from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling, WeightUpdateResult
 

@@ -9,11 +9,11 @@ import torch
 from trl import GRPOTrainer
 
 from trl_callbacks.callback import ParityCallback, server_url
-from trl_callbacks.client import ParityClient
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.config import ParityGRPOConfig
 from trl_callbacks.rollout import generation_for, log_update, padded_heads, unusable_rows
 from trl_callbacks.score_centering import score_centering_loss, valid_tokens
+from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.mismatch import head_gap
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from safetensors.torch import save_file
 
-from trl_callbacks.client import ParityClient
+from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.weights.manifest import (
     SAFETENSORS_DTYPE,
     ManifestError,

@@ -7,6 +7,7 @@ seed takes every other one with it. Here the generator's whole state is put back
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,21 @@ def _parent(runner: Any) -> Any:
     return CPUModelRunner.__mro__[1]
 
 
-CPU_SEED_PATCHES = tuple(
-    Patch(
+def _row(method: Callable[..., Any]) -> Patch:
+    return Patch(
         name=f"cpu-seeds{method.__name__}",
         module=RUNNER,
         attribute=f"CPUModelRunner.{method.__name__}",
-        wrap=lambda original, method=method: method,
+        wrap=lambda original: method,
         why="a seeded request whose prefill is chunked kills the CPU engine",
         versions="0.28-0.32 (CPU builds)",
         upstream="vllm#10097 (the CUDA-only rewind)",
         delete_when="GPUModelRunner._bookkeeping_sync no longer calls Generator.set_offset",
         adds=True,
     )
-    for method in (_sample, _bookkeeping_sync)
-)
+
+
+CPU_SEED_PATCHES = (_row(_sample), _row(_bookkeeping_sync))
 
 
 def protect_seeded_requests() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,8 +19,8 @@ import httpx
 
 from vllm_parity_plugin.errors import ParityError
 
-LOG_TAIL = 15
-"""Lines of the server's log shown when it does not come up."""
+FIRST_ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
+"""An exception's last line, behind whatever prefix vLLM's processes put before it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def serve(
         port: 0 takes a free one.
         env: environment variables on top of this process's.
         timeout: seconds to wait until it answers.
-        log: file for its output; a temporary one by default.
+        log: file for its output; by default a temporary one, removed unless something fails.
 
     Raises:
         ParityError: the model directory does not exist, the port is taken, or the server ended
@@ -61,24 +62,26 @@ def serve(
     check_model_path(str(model))
     port = port or _free_port()
     check_port(port)
-    with tempfile.TemporaryDirectory(prefix="vllm-parity-log-") as scratch:
-        log = log or Path(scratch) / "server.log"
-        command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
-        server = Server(f"http://127.0.0.1:{port}", process, log)
-        try:
-            _wait_until_healthy(server, timeout)
-            yield server
-        finally:
-            _stop(process)
+    temporary = log is None
+    path = Path(tempfile.mkstemp(prefix="vllm-parity-", suffix=".log")[1]) if log is None else log
+    command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
+    with open(path, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, path)
+    try:
+        _wait_until_healthy(server, timeout)
+        yield server
+        if temporary:  # a log that explains a failure is kept
+            path.unlink(missing_ok=True)
+    finally:
+        _stop(process)
 
 
 def check_model_path(model: str) -> None:
@@ -133,26 +136,28 @@ def _wait_until_healthy(server: Server, timeout: float) -> None:
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise ParityError(
-                f"vllm serve ended with status {server.process.returncode} before it answered. "
-                f"Its last words:\n{_tail(server)}\n",
+                f"vllm serve ended with status {server.process.returncode} before it answered: "
+                f"{_cause(server.log_text())}",
                 "Nothing can be trained against a server that does not run.",
-                "act on the message above; the full log is shown when you run the same command "
-                "by hand.",
+                f"act on that message (whole log: {server.log}).",
             )
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
                 return
         time.sleep(0.25)
     raise ParityError(
-        f"vllm serve did not answer within {timeout:.0f} s. Its last words:\n{_tail(server)}\n",
+        f"vllm serve did not answer within {timeout:.0f} s; it last said: "
+        f"{_cause(server.log_text())}",
         "Nothing can be trained against a server that does not answer.",
-        "look at the log, or allow more time.",
+        f"look at its log ({server.log}), or allow more time.",
     )
 
 
-def _tail(server: Server) -> str:
-    lines = server.log_text().splitlines()
-    return "\n".join(f"    {line}" for line in lines[-LOG_TAIL:])
+def _cause(log: str) -> str:
+    """The first error in a server's log: later ones only say that a process ended."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [match[0] for line in lines if (match := FIRST_ERROR.search(line))]
+    return errors[0] if errors else (lines[-1] if lines else "nothing")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,6 @@ Properties:
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +30,13 @@ from tests.models import Kind, noisy, weights_of
 from tests.offline import run_jobs
 from tests.reference import reference
 from vllm_parity_plugin.serving import Server
+from vllm_parity_plugin.wire import Rollout
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104]]
 SAME, FACTOR = 0.02, 5.0
 LONG_PROMPT = [(7 * i) % 500 + 3 for i in range(200)]
+FLIGHT_TOKENS, FIRST_TOKENS = 1600, 10
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
@@ -145,66 +146,73 @@ def test_w13_fp32_tensors_are_rounded_once(untied: Subject) -> None:
     assert untied.fingerprint() == found
 
 
-def in_flight(subject: Subject) -> tuple[Any, Callable[[], Any]]:
-    """Start a long request, wait until it produces tokens, and return how to get its result."""
-    produced = subject.client.metric("vllm:generation_tokens_total")
-    results: list[Any] = []
+class Flight:
+    """A long request in its own thread; made when it has produced its first tokens."""
 
-    def work() -> None:
-        client = Client(subject.server)
-        results.append(
-            client.rollout(
-                [LONG_PROMPT[:140]], seeds=[0], max_tokens=600, ignore_eos=True, temperature=1.0
-            )
+    def __init__(self, subject: Subject) -> None:
+        produced = subject.client.metric("vllm:generation_tokens_total")
+        self._pool = ThreadPoolExecutor(1)
+        self._result = self._pool.submit(
+            Client(subject.server).rollout,
+            [LONG_PROMPT[:140]],
+            seeds=[0],
+            max_tokens=FLIGHT_TOKENS,
+            ignore_eos=True,
         )
+        while subject.client.metric("vllm:generation_tokens_total") < produced + FIRST_TOKENS:
+            assert self.flying
+            time.sleep(0.01)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    while subject.client.metric("vllm:generation_tokens_total") < produced + 20:
-        assert thread.is_alive()
-        time.sleep(0.01)
+    @property
+    def flying(self) -> bool:
+        return not self._result.done()
 
-    def finish() -> Any:
-        thread.join(60)
-        assert results, "the request in flight was lost"
-        return results[0]
-
-    return thread, finish
+    def land(self) -> Rollout:
+        with self._pool:
+            return self._result.result(timeout=100)
 
 
-def test_w3_pause_and_resume_change_no_bit(untied: Subject) -> None:
-    """W3: a request frozen and thawed by hand has the bits of an undisturbed one."""
-    _, undisturbed = in_flight(untied)
-    expected = undisturbed()
+@pytest.fixture(scope="module")
+def undisturbed(
+    untied_server: Server, tiny_model: Callable[[Kind], Path]
+) -> Rollout:
+    """The flight that nothing happens to."""
+    return Flight(Subject(untied_server, tiny_model("gc"))).land()
+
+
+def test_w3_pause_and_resume_change_no_bit(untied: Subject, undisturbed: Rollout) -> None:
+    """W3, W18: a request frozen (twice) and thawed by hand has the bits of an undisturbed one."""
     preempted = untied.client.metric("vllm:num_preemptions_total")
-    thread, finish = in_flight(untied)
-    assert untied.client.http.post("/v1/parity/pause").status_code == 204
+    flight = Flight(untied)
+    for _ in range(2):
+        assert untied.client.http.post("/v1/parity/pause").status_code == 204
     assert untied.client.status().state == "paused"
-    assert thread.is_alive()
-    assert untied.client.http.post("/v1/parity/pause").status_code == 204
-    assert untied.client.http.post("/v1/parity/resume").status_code == 204
-    found = finish()
+    assert flight.flying
+    for _ in range(2):
+        assert untied.client.http.post("/v1/parity/resume").status_code == 204
+    found = flight.land()
     assert untied.client.metric("vllm:num_preemptions_total") == preempted
-    assert found.to_bytes() == expected.to_bytes()
+    assert np.array_equal(found.token_ids, undisturbed.token_ids)
+    assert np.array_equal(found.logprobs, undisturbed.logprobs)
 
 
 @pytest.mark.parametrize(("kv", "preemptions"), [("keep", 0), ("recompute", 1)])
-def test_w4_request_in_flight_over_an_update(untied: Subject, kv: str, preemptions: int) -> None:
-    """W3, W4: it finishes with all its tokens; the ones it had are untouched, the rest are new."""
-    _, undisturbed = in_flight(untied)
-    expected = undisturbed()
-    assert set(expected.policy_versions) == {untied.client.status().policy_version}
+def test_w4_request_in_flight_over_an_update(
+    untied: Subject, undisturbed: Rollout, kv: str, preemptions: int
+) -> None:
+    """W3, W4: it finishes with all its tokens; those it had stay, the rest are the new policy's."""
     preempted = untied.client.metric("vllm:num_preemptions_total")
     new = noisy(untied.original, seed=9)
-    _, finish = in_flight(untied)
+    flight = Flight(untied)
     accepted(untied.client.update(new, kv=kv))
-    found = finish()
-    assert (len(found.token_ids), found.finish_reasons) == (600, ["length"])
+    assert flight.flying
+    found = flight.land()
+    assert (len(found.token_ids), found.finish_reasons) == (FLIGHT_TOKENS, ["length"])
     assert untied.client.metric("vllm:num_preemptions_total") == preempted + preemptions
     assert set(found.policy_versions) == {-1}
-    same = found.logprobs == expected.logprobs
-    assert same[:10].all()
-    assert not same[-10:].any()
+    same = found.logprobs == undisturbed.logprobs
+    assert same[:FIRST_TOKENS].all()
+    assert not same[-FIRST_TOKENS:].any()
     untied.serves(new, untied.original)
 
 
@@ -282,9 +290,7 @@ def test_refusals_leave_the_policy_untouched(
     version = subject.client.status().policy_version
     path = Path(subject.client.weights_info().directory) / f"{what.replace(' ', '-')}.bin"
     write(path, noisy(subject.original, seed=10))
-    refused(
-        subject, before, subject.client.post_weights(version=version + 1, file=path.name), part
-    )
+    refused(subject, before, subject.client.post_weights(version=version + 1, file=path.name), part)
     assert subject.client.status().policy_version == version
     assert not path.with_suffix(".trace").exists()
 
