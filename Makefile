@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo test lint format lock clean
+.PHONY: help setup demo test lint format docs lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,15 +29,19 @@ demo: setup ## Run the end-to-end demo on the CPU (DEMO_ARGS="...")
 test: lint ## Lint, types, ring check, then the tests (PYTEST_ARGS="...")
 	$(PYTHON_BIN) -m pytest $(PYTEST_ARGS)
 
-lint: setup ## Ruff, mypy and the three-ring import check
+lint: setup ## Ruff, mypy, the three-ring import check, generated docs
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
 	$(PYTHON_BIN) -m mypy
 	$(PYTHON_BIN) scripts/check_rings.py
+	$(PYTHON_BIN) scripts/make_docs.py --check
 
 format: setup ## Sort imports, apply safe fixes, format
 	$(PYTHON_BIN) -m ruff check --fix .
 	$(PYTHON_BIN) -m ruff format .
+
+docs: setup ## Write docs/reference.md from the code
+	$(PYTHON_BIN) scripts/make_docs.py
 
 lock: setup ## Resolve requirements/cpu.in into cpu.lock (LOCK_ARGS="--upgrade")
 	$(PYTHON_BIN) scripts/lock.py $(LOCK_ARGS)

@@ -94,7 +94,7 @@ def main(
                 model,
                 *options.SERVE_ARGS,
                 port=port,
-                env={"VLLM_LOGGING_LEVEL": "INFO"},  # importing TRL lowers it to ERROR
+                env=options.SERVE_ENV,
                 log=directory / "server.log",
             ) as server,
         ):
@@ -195,7 +195,7 @@ def _print_startup_table(log: str) -> None:
     for line in lines[start:]:
         if "engine_args.py" not in line:
             break
-        console.print(line.split("] ", 1)[-1], highlight=False, markup=False)
+        console.print(line.split("] ", 1)[-1], highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(outcomes: list[Outcome]) -> Table:

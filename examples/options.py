@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,12 @@ SERVE_ARGS = (
     *("--gpu-memory-utilization", "0.2"),
 )
 """Arguments of `vllm serve` for the reference model on a small CPU machine."""
+SERVE_ENV = {
+    # Without it vLLM's CPU build takes a share of all memory for its KV cache, in GiB here.
+    "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+    # Importing TRL lowers it to ERROR, which would hide the start-up table.
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
 
 Model = Annotated[str, typer.Option(help="Model directory or hub name; the served one.")]
 ServerUrl = Annotated[str, typer.Option(help="Base URL of the `vllm serve` that samples.")]

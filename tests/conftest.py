@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# vLLM pins spinning threads to every core, and the API servers then starve beside the engines.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.faults import install_faults
 from tests.models import COUNTDOWN, Kind, large_logits, tiny_qwen3
@@ -119,7 +122,8 @@ def tied_server(
 
 @pytest.fixture(scope="session")
 def observe_server(tiny_model: Callable[[Kind], Path]) -> Iterator[Server]:
-    """Mode observe: vLLM's own head and prefix cache, and a tied model with an opinion."""
-    args = (*LONG, "--logprobs-mode", "processed_logprobs")
-    with serve(tiny_model("tied-gc"), *args, env={"VLLM_PARITY_MODE": "observe"}) as running:
+    """Mode observe: vLLM's own head and prefix cache; a tied model with an opinion; K = V."""
+    args = (*LONG, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "512")
+    env = {"VLLM_PARITY_MODE": "observe", "VLLM_PARITY_HEAD_SIZE": "512"}
+    with serve(tiny_model("tied-gc"), *args, env=env) as running:
         yield running

@@ -90,7 +90,9 @@ def plain(output: Any) -> dict[str, Any]:
     ids = list(completion.token_ids)
     return {
         "token_ids": ids,
-        "logprobs": [entry[token].logprob for entry, token in zip(completion.logprobs, ids)],
+        "logprobs": [
+            entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)
+        ],
         "cached": output.num_cached_tokens,
         "finish_reason": completion.finish_reason,
     }

@@ -75,6 +75,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
         if settings.mode == "strict":
             refuse_unsafe(reports)
         _announce(decisions, reports, settings)
+        _warn_of_rust_front_end()
         return config
 
     return create_engine_config
@@ -218,6 +219,15 @@ def _verify(config: Any, settings: ParitySettings) -> None:
             "not mean what the trainer expects.",
             "remove the option that forces it, or set VLLM_PARITY_MODE=observe to serve without "
             "the guarantee.",
+        )
+
+
+def _warn_of_rust_front_end() -> None:
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in {"", "0"}:
+        logger.warning(
+            "VLLM_USE_RUST_FRONTEND replaces the Python API server: the engine settings are "
+            "enforced, but there are no /v1/parity routes, so no trainer can attest or update "
+            "this server. Unset it to get them."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import httpx
 
 from vllm_parity_plugin.errors import ParityError
 
+PR_SET_PDEATHSIG = 1
 FIRST_ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
 """An exception's last line, behind whatever prefix vLLM's processes put before it."""
 
@@ -73,6 +75,7 @@ def serve(
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
     server = Server(f"http://127.0.0.1:{port}", process, path)
     try:
@@ -82,6 +85,14 @@ def serve(
             path.unlink(missing_ok=True)
     finally:
         _stop(process)
+
+
+def _end_with_parent() -> None:
+    """In the child: get SIGTERM when the parent dies, however it dies.
+
+    A killed parent runs no ``finally``, and an orphaned server keeps its port and its memory.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def check_model_path(model: str) -> None:
@@ -156,7 +167,9 @@ def _wait_until_healthy(server: Server, timeout: float) -> None:
 def _cause(log: str) -> str:
     """The first error in a server's log: later ones only say that a process ended."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [match[0] for line in lines if (match := FIRST_ERROR.search(line))]
+    # vLLM warns about errors that may come ("... can cause OSError: ..."): no cause of anything.
+    serious = [line for line in lines if " WARNING " not in line]
+    errors = [match[0] for line in serious if (match := FIRST_ERROR.search(line))]
     return errors[0] if errors else (lines[-1] if lines else "nothing")
 
 

@@ -173,9 +173,7 @@ class Flight:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    untied_server: Server, tiny_model: Callable[[Kind], Path]
-) -> Rollout:
+def undisturbed(untied_server: Server, tiny_model: Callable[[Kind], Path]) -> Rollout:
     """The flight that nothing happens to."""
     return Flight(Subject(untied_server, tiny_model("gc"))).land()
 
@@ -328,7 +326,7 @@ def test_absolute_and_missing_files(untouched: tuple[Subject, Any]) -> None:
 
 
 def test_versions_only_count_up(untouched: tuple[Subject, Any]) -> None:
-    """W18: an older version and version 0 are refused; the served one again is answered, unapplied."""
+    """W18: an older version and version 0 are refused; the served one is not applied again."""
     subject, before = untouched
     served = subject.client.status().policy_version
     assert served >= 1

@@ -1,0 +1,108 @@
+"""Messages and the framing of rollouts.
+
+Properties:
+- a rollout survives the way through bytes, bit for bit, also when it is empty (L14);
+- truncated bytes, foreign bytes and arrays of different length are errors (L11);
+- messages refuse names that they do not know, and values out of range.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from safetensors.numpy import save
+
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling, WeightUpdate
+
+
+def rollout(lengths: list[int], head_size: int = 3) -> Rollout:
+    """Sequences of these lengths, with values that tell positions apart."""
+    tokens = sum(lengths)
+    generator = np.random.default_rng(0)
+    return Rollout(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=generator.normal(size=tokens).astype(np.float32),
+        head_ids=np.arange(tokens * head_size, dtype=np.int32).reshape(tokens, head_size),
+        head_logprobs=np.full((tokens, head_size), -np.inf, dtype=np.float32),
+        sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        policy_versions=np.full(tokens, 3, dtype=np.int32),
+        finish_reasons=["stop"] * len(lengths),
+        sampling=Sampling(temperature=0.7, logit_bias={5: 1.5}),
+    )
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(0, 4))
+@settings(max_examples=40, deadline=None)
+def test_l14_a_rollout_survives_the_wire(lengths: list[int], head_size: int) -> None:
+    """L14: arrays, dtypes, -inf, reasons and sampling come back; zero tokens give zero logprobs."""
+    sent = rollout(lengths, head_size)
+    found = Rollout.from_bytes(sent.to_bytes())
+    for name in Rollout.ARRAYS:
+        assert np.array_equal(getattr(found, name), getattr(sent, name))
+        assert getattr(found, name).dtype == getattr(sent, name).dtype
+    assert (found.finish_reasons, found.sampling) == (sent.finish_reasons, sent.sampling)
+    assert len(found) == len(lengths)
+    assert [len(found.token_ids[found.span(i)]) for i in range(len(found))] == lengths
+
+
+@pytest.mark.parametrize("field", ["logprobs", "head_ids", "head_logprobs", "policy_versions"])
+def test_l11_lengths_that_disagree(field: str) -> None:
+    """L11: five ids and four of anything else is an error, on both ways."""
+    sent = rollout([2, 3])
+    broken = Rollout(**{**sent.__dict__, field: getattr(sent, field)[:-1]})
+    with pytest.raises(ParityError, match="5 token ids"):
+        broken.check()
+    with pytest.raises(ParityError, match="5 token ids"):
+        Rollout.from_bytes(broken.to_bytes())
+
+
+def test_l11_sequences_that_disagree() -> None:
+    """L11: offsets that end early, and a missing finish reason, are errors."""
+    sent = rollout([2, 3])
+    for field, value in (("sequence_offsets", np.array([0, 2, 4])), ("finish_reasons", ["stop"])):
+        with pytest.raises(ParityError):
+            Rollout(**{**sent.__dict__, field: value}).check()
+
+
+def test_bytes_that_are_no_rollout() -> None:
+    """Truncated, foreign and empty bytes are errors, not arrays."""
+    body = rollout([2, 3]).to_bytes()
+    foreign = save({"token_ids": np.zeros(2)})
+    for wrong in (body[:-1], body[:20], b"", b"x" * 64, foreign):
+        with pytest.raises(ParityError, match="cannot be read"):
+            Rollout.from_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("message", "body"),
+    [
+        (Sampling, {"temprature": 0.7}),
+        (Sampling, {"temperature": -0.1}),
+        (Sampling, {"top_p": 0.0}),
+        (Sampling, {"top_p": 1.1}),
+        (Sampling, {"max_tokens": 0}),
+        (RolloutRequest, {"prompts": []}),
+        (RolloutRequest, {"prompts": [["text"]]}),
+        (RolloutRequest, {"prompts": [[1]], "n": 0}),
+        (RolloutRequest, {"prompts": [[1]], "head_size": -1}),
+        (WeightUpdate, {"version": 0, "file": "x"}),
+        (WeightUpdate, {"version": 1, "file": "x", "kv": "drop"}),
+        (WeightUpdate, {"version": 1}),
+    ],
+)
+def test_messages_refuse_what_they_do_not_know(message: type[BaseModel], body: dict) -> None:
+    """A misspelt name is not ignored, and a value out of range is not clipped."""
+    with pytest.raises(ValidationError):
+        message.model_validate(body)
+
+
+def test_l6_unset_sampling_is_neutral() -> None:
+    """L6: what a request leaves out does not change the distribution."""
+    neutral = Sampling()
+    assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.min_p) == (1.0, 1.0, 0, 0.0)
+    assert neutral.repetition_penalty == 1.0
+    assert neutral.presence_penalty == neutral.frequency_penalty == 0.0
