@@ -231,7 +231,8 @@ def _quiet() -> None:
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    # Trainer and sampler take turns, so each may use every core.
+    torch.set_num_threads(os.cpu_count() or 1)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def training_arguments(
         "num_generations": generations,
         "max_completion_length": max_completion_length,
         "learning_rate": learning_rate,
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": "linear",
         "scale_rewards": "none",
         "loss_type": "dapo",
         "beta": 0.0,

@@ -32,6 +32,12 @@ def _attest(original):  # type: ignore[no-untyped-def]
     return parity_attest
 
 
+def _policy_version(original):  # type: ignore[no-untyped-def]
+    from vllm_parity_plugin.worker import parity_policy_version
+
+    return parity_policy_version
+
+
 def _apply_weights(original):  # type: ignore[no-untyped-def]
     from vllm_parity_plugin.worker import parity_apply_weights
 
@@ -76,6 +82,17 @@ PATCHES: tuple[Patch, ...] = (
         attribute="WorkerBase.parity_attest",
         wrap=_attest,
         why="workers cannot report what they run",
+        versions="0.26-0.32",
+        upstream="none",
+        delete_when="never: this is the plugin's own method",
+        adds=True,
+    ),
+    Patch(
+        name="policy-version",
+        module="vllm.v1.worker.worker_base",
+        attribute="WorkerBase.parity_policy_version",
+        wrap=_policy_version,
+        why="nobody knows which policy a worker samples from",
         versions="0.26-0.32",
         upstream="none",
         delete_when="never: this is the plugin's own method",

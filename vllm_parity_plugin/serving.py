@@ -65,7 +65,7 @@ def serve(
     port = port or _free_port()
     check_port(port)
     temporary = log is None
-    path = Path(tempfile.mkstemp(prefix="vllm-parity-", suffix=".log")[1]) if log is None else log
+    path = _new_log() if log is None else log
     command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
     with open(path, "wb") as output:
         process = subprocess.Popen(
@@ -85,6 +85,11 @@ def serve(
             path.unlink(missing_ok=True)
     finally:
         _stop(process)
+
+
+def _new_log() -> Path:
+    with tempfile.NamedTemporaryFile(prefix="vllm-parity-", suffix=".log", delete=False) as file:
+        return Path(file.name)
 
 
 def _end_with_parent() -> None:

@@ -13,7 +13,7 @@ from vllm_parity_plugin.cpu_seeds import protect_seeded_requests
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.settings import load_settings
 from vllm_parity_plugin.weights.checkpoint import expected_tensors, record_checkpoint
-from vllm_parity_plugin.weights.reload import apply_weights
+from vllm_parity_plugin.weights.reload import apply_weights, policy_version
 
 
 def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +53,11 @@ def parity_attest(self: Any, manifest: bool = False) -> dict[str, Any]:
     if manifest:
         report["expected"] = expected_tensors(self.get_model())
     return report
+
+
+def parity_policy_version(self: Any) -> int:
+    """``WorkerBase.parity_policy_version``: version of the policy that this worker serves."""
+    return policy_version(self)
 
 
 def parity_apply_weights(self: Any, path: str, version: int) -> dict[str, Any]:

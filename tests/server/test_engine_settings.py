@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from tests.client import Client
-from tests.conftest import CONFLICTS, STANDARD
 from tests.models import COUNTDOWN
 from tests.offline import run_jobs
+from tests.servers import CONFLICTS, STANDARD
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.serving import Server, serve
 

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from tests.client import Client, sequences, top_logprobs
-from tests.conftest import API_KEY, TOKEN
 from tests.models import VOCAB, Kind
 from tests.reference import reference
+from tests.servers import API_KEY, TOKEN
 from vllm_parity_plugin.serving import Server
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104]]

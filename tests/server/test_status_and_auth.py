@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.client import Client
-from tests.conftest import API_KEY, TOKEN
+from tests.servers import API_KEY, TOKEN
 from vllm_parity_plugin.compat import vllm_version
 from vllm_parity_plugin.serving import Server
 from vllm_parity_plugin.wire import TOKEN_HEADER

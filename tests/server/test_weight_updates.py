@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.client import Client, sequences
-from tests.conftest import API_KEY, TOKEN
 from tests.models import Kind, noisy, weights_of
 from tests.offline import run_jobs
 from tests.reference import reference
+from tests.servers import API_KEY, TOKEN
 from vllm_parity_plugin.serving import Server
 from vllm_parity_plugin.wire import Rollout
 
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104]]
 SAME, FACTOR = 0.02, 5.0
 LONG_PROMPT = [(7 * i) % 500 + 3 for i in range(200)]
-FLIGHT_TOKENS, FIRST_TOKENS = 1600, 10
+FLIGHT_TOKENS, FIRST_TOKENS = 300, 10
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
@@ -147,10 +147,17 @@ def test_w13_fp32_tensors_are_rounded_once(untied: Subject) -> None:
 
 
 class Flight:
-    """A long request in its own thread; made when it has produced its first tokens."""
+    """A long request in its own thread; made when it has produced its first tokens.
 
-    def __init__(self, subject: Subject) -> None:
+    Args:
+        brake: file that keeps every step long until the flight may land.
+    """
+
+    def __init__(self, subject: Subject, brake: Path | None = None) -> None:
         produced = subject.client.metric("vllm:generation_tokens_total")
+        self._brake = brake
+        if brake is not None:
+            brake.touch()
         self._pool = ThreadPoolExecutor(1)
         self._result = self._pool.submit(
             Client(subject.server).rollout,
@@ -159,17 +166,29 @@ class Flight:
             max_tokens=FLIGHT_TOKENS,
             ignore_eos=True,
         )
-        while subject.client.metric("vllm:generation_tokens_total") < produced + FIRST_TOKENS:
+        while (
+            brake is not None
+            and subject.client.metric("vllm:generation_tokens_total") < produced + FIRST_TOKENS
+        ):
             assert self.flying
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     @property
     def flying(self) -> bool:
         return not self._result.done()
 
     def land(self) -> Rollout:
+        if self._brake is not None:
+            self._brake.unlink()
         with self._pool:
             return self._result.result(timeout=100)
+
+
+@pytest.fixture
+def brake(fault: dict[str, str]) -> Iterator[Path]:
+    path = Path(fault["PARITY_TEST_BRAKE"])
+    yield path
+    path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +197,12 @@ def undisturbed(untied_server: Server, tiny_model: Callable[[Kind], Path]) -> Ro
     return Flight(Subject(untied_server, tiny_model("gc"))).land()
 
 
-def test_w3_pause_and_resume_change_no_bit(untied: Subject, undisturbed: Rollout) -> None:
+def test_w3_pause_and_resume_change_no_bit(
+    untied: Subject, undisturbed: Rollout, brake: Path
+) -> None:
     """W3, W18: a request frozen (twice) and thawed by hand has the bits of an undisturbed one."""
     preempted = untied.client.metric("vllm:num_preemptions_total")
-    flight = Flight(untied)
+    flight = Flight(untied, brake)
     for _ in range(2):
         assert untied.client.http.post("/v1/parity/pause").status_code == 204
     assert untied.client.status().state == "paused"
@@ -196,12 +217,12 @@ def test_w3_pause_and_resume_change_no_bit(untied: Subject, undisturbed: Rollout
 
 @pytest.mark.parametrize(("kv", "preemptions"), [("keep", 0), ("recompute", 1)])
 def test_w4_request_in_flight_over_an_update(
-    untied: Subject, undisturbed: Rollout, kv: str, preemptions: int
+    untied: Subject, undisturbed: Rollout, brake: Path, kv: str, preemptions: int
 ) -> None:
     """W3, W4: it finishes with all its tokens; those it had stay, the rest are the new policy's."""
     preempted = untied.client.metric("vllm:num_preemptions_total")
     new = noisy(untied.original, seed=9)
-    flight = Flight(untied)
+    flight = Flight(untied, brake)
     accepted(untied.client.update(new, kv=kv))
     assert flight.flying
     found = flight.land()

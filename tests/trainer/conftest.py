@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import STANDARD
+from tests.servers import STANDARD
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.serving import Server, serve

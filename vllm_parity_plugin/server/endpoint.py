@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
+from vllm_parity_plugin.rules import UNLIMITED
 from vllm_parity_plugin.settings import ParitySettings, load_settings
 from vllm_parity_plugin.wire import Status, WorkerStatus
 
@@ -102,11 +103,20 @@ class ServerState:
             mode=self.settings.mode,
             model=str(model_config.model),
             max_model_len=int(model_config.max_model_len),
-            head_size=min(self.settings.head_size, workers[0].vocab_size),
+            head_size=self.head_limit,
             state=await self._state(),
             policy_version=min(worker.policy_version for worker in workers),
             workers=workers,
         )
+
+    @property
+    def head_limit(self) -> int:
+        """Most head entries per token that the engine returns."""
+        config = self.engine.model_config
+        limits = [self.settings.head_size, config.get_vocab_size()]
+        if config.max_logprobs != UNLIMITED:
+            limits.append(config.max_logprobs)
+        return int(min(limits))
 
     async def _state(self) -> State:
         if self.updates.failure is not None:

@@ -11,6 +11,9 @@ import numpy as np
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.wire import Rollout, RolloutRequest
 
+UNKNOWN_VERSION = -1
+"""Policy version of a sequence that was in flight during a weight update."""
+
 
 async def rollout(state: Any, request: RolloutRequest) -> Rollout:
     """Sample ``n`` completions of every prompt.
@@ -21,26 +24,30 @@ async def rollout(state: Any, request: RolloutRequest) -> Rollout:
         ParityError: a prompt or a parameter that the served model cannot take.
     """
     _check(state, request)
-    before = await state.updates.policy_version()
+    await state.updates.policy_version()
     tasks = [
-        asyncio.create_task(_sample(state.engine, request, prompt, sample))
+        asyncio.create_task(_sample(state, request, prompt, sample))
         for prompt in range(len(request.prompts))
         for sample in range(request.n)
     ]
     try:
-        outputs = await asyncio.gather(*tasks)
+        samples = await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    after = await state.updates.policy_version()
-    return _assemble(request, outputs, before if before == after else -1)
+    outputs, versions = map(list, zip(*samples, strict=True))
+    known = state.updates.current
+    if await state.updates.policy_version() != known:
+        # Another API-server process applied an update, and we cannot tell when.
+        versions = [UNKNOWN_VERSION] * len(outputs)
+    return _assemble(request, outputs, versions)
 
 
 def _check(state: Any, request: RolloutRequest) -> None:
     vocab = state.engine.model_config.get_vocab_size()
-    limit = min(state.settings.head_size, vocab)
+    limit = state.head_limit
     if request.head_size > limit:
         raise ParityError(
             f"head_size={request.head_size} is more than this server returns ({limit}; its "
@@ -65,7 +72,8 @@ def _check(state: Any, request: RolloutRequest) -> None:
             )
 
 
-async def _sample(engine: Any, request: RolloutRequest, prompt: int, sample: int) -> Any:
+async def _sample(state: Any, request: RolloutRequest, prompt: int, sample: int) -> tuple[Any, int]:
+    """One completion and the version of the policy that sampled all of it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -79,7 +87,8 @@ async def _sample(engine: Any, request: RolloutRequest, prompt: int, sample: int
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     final = None
-    async for output in engine.generate(
+    version, epoch = state.updates.current, state.updates.epoch
+    async for output in state.engine.generate(
         {"prompt_token_ids": request.prompts[prompt]}, params, f"parity-{uuid.uuid4().hex}"
     ):
         final = output
@@ -89,10 +98,11 @@ async def _sample(engine: Any, request: RolloutRequest, prompt: int, sample: int
             "Its completion is lost.",
             "look at the server's log; send the request again.",
         )
-    return final.outputs[0]
+    during_update = epoch % 2 or state.updates.epoch != epoch
+    return final.outputs[0], UNKNOWN_VERSION if during_update else version
 
 
-def _assemble(request: RolloutRequest, outputs: list[Any], version: int) -> Rollout:
+def _assemble(request: RolloutRequest, outputs: list[Any], versions: list[int]) -> Rollout:
     lengths = [len(output.token_ids) for output in outputs]
     width = 1 + request.head_size
     ids, logprobs = zip(*(_arrays(output, width) for output in outputs), strict=True)
@@ -113,7 +123,7 @@ def _assemble(request: RolloutRequest, outputs: list[Any], version: int) -> Roll
         head_ids=head_ids,
         head_logprobs=head_logprobs,
         sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        policy_versions=np.full(len(token_ids), version, dtype=np.int32),
+        policy_versions=np.repeat(np.asarray(versions, dtype=np.int32), lengths),
         finish_reasons=[str(output.finish_reason) for output in outputs],
         sampling=request.sampling,
     )

@@ -37,6 +37,10 @@ class WeightUpdates:
         self.staging = staging
         self.updating = False
         self.failure: str | None = None
+        self.epoch = 0
+        """Grows when an update of this process begins and when it ends: odd while one runs."""
+        self.current = 0
+        """The served version, as this process last knew it."""
 
     async def expected(self) -> dict[str, TensorSpec]:
         """The tensors an update must carry, asked from the workers once.
@@ -65,15 +69,15 @@ class WeightUpdates:
         Raises:
             ApplyError: they disagree.
         """
-        reports = await self._engine.collective_rpc("parity_attest")
-        versions = sorted({int(report["policy_version"]) for report in reports})
+        versions = sorted(set(await self._engine.collective_rpc("parity_policy_version")))
         if len(versions) > 1:
             raise ApplyError(
                 f"The workers hold different policy versions: {versions}.",
                 "They would sample from a mixture.",
                 "send a full update with a new version.",
             )
-        return versions[0]
+        self.current = int(versions[0])
+        return self.current
 
     async def apply(self, update: WeightUpdate) -> WeightUpdateResult:
         """Run one update.
@@ -86,10 +90,12 @@ class WeightUpdates:
         started = time.perf_counter()
         with self.staging.lock():
             self.updating = True
+            self.epoch += 1
             try:
                 return await self._apply_locked(update, started)
             finally:
                 self.updating = False
+                self.epoch += 1
 
     async def _apply_locked(self, update: WeightUpdate, started: float) -> WeightUpdateResult:
         served = await self.policy_version() if self.failure is None else -1
@@ -117,10 +123,10 @@ class WeightUpdates:
         # vLLM's prefix cache (left on in mode observe) is not keyed by policy: new prompts would
         # be served from KV of the old weights. It can only be cleared together with running KV.
         cached = self._engine.vllm_config.cache_config.enable_prefix_caching
-        await self._engine.pause_generation(
-            mode="keep", clear_cache=update.kv == "recompute" or bool(cached)
-        )
         try:
+            await self._engine.pause_generation(
+                mode="keep", clear_cache=update.kv == "recompute" or bool(cached)
+            )
             await self._engine.collective_rpc(
                 "parity_apply_weights", args=(str(path), update.version)
             )
