@@ -33,7 +33,7 @@ from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.serving import serve
 from vllm_parity_plugin.wire import RolloutRequest, Sampling
 
-HELD_OUT = 256
+HELD_OUT = 512
 HELD_OUT_SEED = 1_000_003
 MAX_COMPLETION = 24
 console = Console()
@@ -75,9 +75,9 @@ def main(
     model: options.Model = options.REFERENCE_MODEL,
     steps: options.Steps = 100,
     seeds: Annotated[int, typer.Option(min=1, help="Runs, with seeds 0, 1, ...")] = 1,
-    prompts: options.Prompts = 16,
+    prompts: options.Prompts = 40,
     generations: options.Generations = 8,
-    learning_rate: options.LearningRate = 1e-4,
+    learning_rate: options.LearningRate = 2e-4,
     weight: Annotated[str, typer.Option(help="none, tis or mis.")] = "none",
     port: Annotated[int, typer.Option(help="Port of the server; 0 takes a free one.")] = 0,
     output_dir: options.OutputDir = Path("runs/demo"),

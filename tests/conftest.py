@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Importing TRL lowers it to ERROR, and tests read what servers log.
+os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
 # vLLM pins spinning threads to every core, and the API servers then starve beside the engines.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -24,6 +24,7 @@ from vllm_parity_plugin.rules import (
     refuse_unsafe,
     report_unsafe,
 )
+from vllm_parity_plugin.serving import check_model_path
 from vllm_parity_plugin.settings import ENV_PREFIX, ParitySettings, load_settings
 from vllm_parity_plugin.table import startup_table
 
@@ -54,6 +55,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
         if settings.mode == "off" or self.runner in {"pooling", "draft"}:
             with _parity_environment_hidden():
                 return original(self, *args, **kwargs)
+        check_model_path(str(self.model))
         decisions = _decisions(self, settings)
         if settings.mode == "strict":
             refuse_contradictions(decisions)

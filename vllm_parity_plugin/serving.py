@@ -106,9 +106,10 @@ def check_model_path(model: str) -> None:
     Raises:
         ParityError: ``model`` is spelt as a path and there is no such directory.
     """
-    spelt_as_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    path = Path(model).expanduser()
-    if spelt_as_path and not path.is_dir() and not path.is_file() and "://" not in model:
+    # A hub name has one slash; `repository/file.gguf` and bucket URLs have more.
+    many_parts = model.count("/") > 1 and "://" not in model and not model.endswith(".gguf")
+    spelt_as_path = model.startswith((".", "/", "~")) or many_parts
+    if spelt_as_path and not Path(model).expanduser().exists():
         raise ParityError(
             f"There is no model at {model!r}.",
             "It would be taken for a name on the Hugging Face hub and fail later with another "
