@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 from vllm_parity_plugin.compat import MAX_VLLM, check_vllm_version, untested_vllm, vllm_version
 from vllm_parity_plugin.ledger import Patch
 from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.settings import load_settings
 
 
-def _create_engine_config(original):  # type: ignore[no-untyped-def]
-    from vllm_parity_plugin.engine_args import wrap_create_engine_config
-
-    return wrap_create_engine_config(original)
-
-
-def _load_endpoint_plugins(original):  # type: ignore[no-untyped-def]
-    from vllm_parity_plugin.server.endpoint import wrap_load_endpoint_plugins
-
-    return wrap_load_endpoint_plugins(original)
+def _wrapper(path: str) -> Callable[[Any], Any]:
+    """``module:function`` that turns the original into its replacement, imported when applied."""
+    return lambda original: _load(path)(original)
 
 
-def _load_model(original):  # type: ignore[no-untyped-def]
-    from vllm_parity_plugin.worker import wrapper_load_model
-
-    return wrapper_load_model
-
-
-def _attest(original):  # type: ignore[no-untyped-def]
-    from vllm_parity_plugin.worker import parity_attest
-
-    return parity_attest
+def _method(path: str) -> Callable[[Any], Any]:
+    """``module:function`` that becomes a new method, imported when applied."""
+    return lambda original: _load(path)
 
 
-def _policy_version(original):  # type: ignore[no-untyped-def]
-    from vllm_parity_plugin.worker import parity_policy_version
-
-    return parity_policy_version
-
-
-def _apply_weights(original):  # type: ignore[no-untyped-def]
-    from vllm_parity_plugin.worker import parity_apply_weights
-
-    return parity_apply_weights
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"vllm_parity_plugin.{module}"), name)
+    return function
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -49,9 +33,9 @@ PATCHES: tuple[Patch, ...] = (
         name="engine-config",
         module="vllm.engine.arg_utils",
         attribute="EngineArgs.create_engine_config",
-        wrap=_create_engine_config,
+        wrap=_wrapper("engine_args:wrap_create_engine_config"),
         why="engine settings that drift are not changed and not checked",
-        versions="0.26-0.32",
+        versions="0.28-0.32",
         upstream="vllm#48390, trl#4159",
         delete_when="vLLM has an RL profile of engine settings",
     ),
@@ -59,9 +43,9 @@ PATCHES: tuple[Patch, ...] = (
         name="endpoint",
         module="vllm.plugins",
         attribute="load_endpoint_plugins",
-        wrap=_load_endpoint_plugins,
+        wrap=_wrapper("server.endpoint:wrap_load_endpoint_plugins"),
         why="the /v1/parity routes appear only for users who set VLLM_PLUGINS",
-        versions="0.26-0.32",
+        versions="0.28-0.32",
         upstream="vllm#46565",
         delete_when="endpoint plugins can load without VLLM_PLUGINS",
     ),
@@ -69,9 +53,9 @@ PATCHES: tuple[Patch, ...] = (
         name="load-model",
         module="vllm.v1.worker.worker_base",
         attribute="WorkerWrapperBase.load_model",
-        wrap=_load_model,
+        wrap=_method("worker:wrapper_load_model"),
         why="nobody confirms that the loaded head runs in fp32, or knows what was loaded",
-        versions="0.26-0.32 (reached through __getattr__, so adding the method is enough)",
+        versions="0.28-0.32 (reached through __getattr__, so adding the method is enough)",
         upstream="vllm#48390",
         delete_when="vLLM reports the dtype that the head really uses",
         adds=True,
@@ -80,9 +64,9 @@ PATCHES: tuple[Patch, ...] = (
         name="attest",
         module="vllm.v1.worker.worker_base",
         attribute="WorkerBase.parity_attest",
-        wrap=_attest,
+        wrap=_method("worker:parity_attest"),
         why="workers cannot report what they run",
-        versions="0.26-0.32",
+        versions="0.28-0.32",
         upstream="none",
         delete_when="never: this is the plugin's own method",
         adds=True,
@@ -91,9 +75,9 @@ PATCHES: tuple[Patch, ...] = (
         name="policy-version",
         module="vllm.v1.worker.worker_base",
         attribute="WorkerBase.parity_policy_version",
-        wrap=_policy_version,
+        wrap=_method("worker:parity_policy_version"),
         why="nobody knows which policy a worker samples from",
-        versions="0.26-0.32",
+        versions="0.28-0.32",
         upstream="none",
         delete_when="never: this is the plugin's own method",
         adds=True,
@@ -102,9 +86,9 @@ PATCHES: tuple[Patch, ...] = (
         name="apply-weights",
         module="vllm.v1.worker.worker_base",
         attribute="WorkerBase.parity_apply_weights",
-        wrap=_apply_weights,
+        wrap=_method("worker:parity_apply_weights"),
         why="workers cannot take a weight update",
-        versions="0.26-0.32",
+        versions="0.28-0.32",
         upstream="none",
         delete_when="never: this is the plugin's own method",
         adds=True,

@@ -34,7 +34,7 @@ CHECKPOINT_PATCH = Patch(
     attribute="DefaultModelLoader.get_all_weights",
     wrap=_wrap_get_all_weights,
     why="a weight update cannot be compared with what the model needs",
-    versions="0.26-0.32",
+    versions="0.28-0.32",
     upstream="none",
     delete_when="vLLM can list the checkpoint tensors that a model loads",
 )
@@ -55,9 +55,12 @@ def expected_tensors(model: torch.nn.Module) -> dict[str, tuple[str, list[int]]]
     record = model.__dict__.get(RECORD)
     if not record:
         return None
-    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    tied = bool(getattr(text_config, "tie_word_embeddings", False))
     return {
         name: spec
         for name, spec in record.items()
-        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+        if not name.endswith("rotary_emb.inv_freq")
+        and not (tied and name.endswith("lm_head.weight"))
     }
