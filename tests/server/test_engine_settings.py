@@ -207,6 +207,24 @@ def test_refusals_name_the_setting(results: dict[str, Any], case: str, part: str
         assert "head_size" in message.lower() and "weights_dir" in message.lower()
 
 
+def test_a_model_path_that_does_not_exist(tmp_path: Path) -> None:
+    """Bad input: refused as a path before it is taken for a hub name."""
+    code = (
+        "from vllm import EngineArgs\n"
+        f"EngineArgs(model={str(tmp_path / 'nowhere')!r}).create_engine_config()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        # Offline, vLLM looks into its cache first and refuses with a message of its own.
+        env=os.environ | {"HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "ParityError: There is no model at" in done.stderr
+
+
 def test_observe_does_not_refuse_a_quantised_head(results: dict[str, Any]) -> None:
     """Control: in mode observe the configuration of a quantised head is made."""
     error = results["quantised observed"]["error"]

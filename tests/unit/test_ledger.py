@@ -85,4 +85,4 @@ def test_rows_are_complete() -> None:
     assert len({row.name for row in PATCHES}) == len(PATCHES)
     for row in PATCHES:
         assert all((row.module, row.attribute, row.why, row.upstream, row.delete_when)), row.name
-        assert row.versions.startswith("0.26"), row.name
+        assert row.versions[:2] == "0.", row.name
