@@ -1,7 +1,7 @@
 """The examples as users start them: plain, through accelerate launch, and on two processes.
 
-Properties: both scripts train against a running server; two DDP ranks end with the same weights
-and push one update per step.
+Properties: both scripts train against a running server; two DDP ranks sample their own prompts and
+push one update per step between them.
 """
 
 from __future__ import annotations

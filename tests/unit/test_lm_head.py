@@ -108,8 +108,6 @@ def test_a_tie_is_kept_and_its_gradient_complete(
     pick(reference(exact, shared), IDS[:, 1:, None]).sum().backward()
     error = (weight.grad.double() - shared.grad).norm() / shared.grad.norm()
     assert error < (5e-2 if dtype == torch.bfloat16 else 1e-2)
-    rows_seen_only_as_input = shared.grad[IDS[0, 0]].norm()
-    assert rows_seen_only_as_input > 0
 
 
 def test_the_rounding_passes_the_gradient(tiny_model: Callable[[Kind], Path]) -> None:
