@@ -45,7 +45,11 @@ PROTOCOL = frozenset(
         "vllm_parity_plugin.errors",
         "vllm_parity_plugin.rules",
         "vllm_parity_plugin.settings",
+        "vllm_parity_plugin.weights.errors",
         "vllm_parity_plugin.weights.manifest",
+        "vllm_parity_plugin.weights.messages",
+        "vllm_parity_plugin.weights.stack",
+        "vllm_parity_plugin.weights.staging",
         "vllm_parity_plugin.wire",
     }
 )

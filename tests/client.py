@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_parity_plugin.serving import Server
-from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, Rollout, Status, WeightsInfo
+from vllm_parity_plugin.weights.messages import WeightsInfo
+from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, Rollout, Status
 
 
 class Client:

@@ -30,7 +30,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     report = yield
     if report.failed:
         used = [getattr(v, "server", v) for v in getattr(item, "funcargs", {}).values()]
-        servers = {value.url: value for value in used if isinstance(value, Server)}
+        servers = {v.url: v for v in used if isinstance(v, Server) and v.log.exists()}
         for url, running in servers.items():
             tail = "\n".join(running.log_text().splitlines()[-LOG_LINES:])
             report.sections.append((f"end of the log of {url}", tail))

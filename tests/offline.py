@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_parity_plugin.weights.stack import Layer
+
 ROOT = Path(__file__).parent.parent
 Job = dict[str, Any]
 LONGER_CONTEXT = 4096
@@ -108,6 +110,22 @@ def prompts_of(step: dict[str, Any]) -> list[Any]:
     return [{"prompt_token_ids": prompt} for prompt in step["prompts"]]
 
 
+def apply_weights(llm: Any, path: Path, version: int) -> list[Any]:
+    """What a weight transaction does to the workers, and nothing around it."""
+    found = path.stat()
+    layer = Layer(
+        version=version,
+        kind="full",
+        file=str(path),
+        size=found.st_size,
+        mtime_ns=found.st_mtime_ns,
+    )
+    for step in (("apply", [layer.model_dump()], None), ("commit", True)):
+        reports = llm.collective_rpc("parity_weights", args=step)
+        assert not any(report["error"] for report in reports), reports
+    return reports
+
+
 def do_step(llm: Any, step: dict[str, Any], logits: list[Any]) -> Any:
     import torch
 
@@ -122,8 +140,7 @@ def do_step(llm: Any, step: dict[str, Any], logits: list[Any]) -> Any:
             share = (values == values.to(torch.bfloat16).float()).float().mean()
             return {"bf16_share": float(share), "dtypes": sorted({str(r.dtype) for r in logits})}
         case "apply":
-            args = (step["path"], step["version"])
-            return llm.collective_rpc("parity_apply_weights", args=args)
+            return apply_weights(llm, Path(step["path"]), step["version"])
         case "attest":
             return llm.collective_rpc("parity_attest")
         case "context":

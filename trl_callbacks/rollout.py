@@ -7,20 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_callbacks.compat import log_metrics
+from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tensors
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling, WeightUpdateResult
+from vllm_parity_plugin.weights.messages import WeightUpdateResult
+from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
 
 T = TypeVar("T")
 
@@ -56,25 +58,32 @@ class ParityGeneration(VLLMGeneration):
 
         def connect() -> None:
             self._sync = WeightSync(self.client)
+            check_ties(self.model, self._sync.expected)
 
         on_main_process(self.accelerator, connect)
 
     def sync_weights(self) -> None:
         """Push the trainer's weights as the next policy version, on all ranks or none."""
-        tensors = self._iter_named_params()
+        named = self._named_params()
 
         def push() -> WeightUpdateResult:
             assert self._sync is not None
             try:
-                return self._sync.push(tensors)
+                return self._sync.push(policy_tensors(named))
             finally:
-                for _ in tensors:  # other ranks are in the same gathers
+                for _ in named:  # other ranks are in the same gathers
                     pass
 
         if not self.accelerator.is_main_process:
-            for _ in tensors:
+            for _ in named:
                 pass
         self.last_update = on_main_process(self.accelerator, push)
+
+    def _named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """TRL's gathered parameters; of a whole PEFT model, merged ones that leave it as it is."""
+        if is_peft_model(self.model) and not (self._dist.is_fsdp or self._dist.is_zero3):
+            return merged_tensors(self.model)
+        return self._iter_named_params()
 
     def generate(
         self,

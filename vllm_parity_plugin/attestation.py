@@ -9,7 +9,7 @@ import torch
 
 from vllm_parity_plugin import __version__
 from vllm_parity_plugin.compat import vllm_version
-from vllm_parity_plugin.weights.reload import policy_version
+from vllm_parity_plugin.weights.holder import holder
 
 PROBE_ROWS = 4
 BF16_SHARE = 0.5
@@ -82,5 +82,6 @@ def attest(worker: Any) -> dict[str, Any]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "vocab_size": int(model_config.get_vocab_size()),
         "tied_embeddings": bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
-        "policy_version": policy_version(worker),
+        "policy_version": holder(worker).version,
+        "weights": holder(worker).phase,
     }

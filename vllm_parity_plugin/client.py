@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.weights.manifest import ManifestError
+from vllm_parity_plugin.weights.errors import ApplyError, by_name
+from vllm_parity_plugin.weights.messages import (
+    UploadRequest,
+    UploadStatus,
+    WeightsInfo,
+    WeightUpdate,
+    WeightUpdateResult,
+)
 from vllm_parity_plugin.wire import (
     MARKER_FILE,
     PREFIX,
@@ -17,12 +25,16 @@ from vllm_parity_plugin.wire import (
     Rollout,
     RolloutRequest,
     Status,
-    WeightsInfo,
-    WeightUpdate,
-    WeightUpdateResult,
 )
 
 TOKEN_VARIABLE = "VLLM_PARITY_TOKEN"
+JSON = {"content-type": "application/json"}
+PIECE = 2**20
+"""Bytes given to the connection at a time."""
+
+
+class ConnectionLost(ParityError):
+    """The answer is lost, and whether the request took effect is unknown."""
 
 
 class ParityClient:
@@ -43,11 +55,11 @@ class ParityClient:
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/")
-        headers = {}
+        headers: dict[bytes, bytes] = {}
         if token := token or os.environ.get(TOKEN_VARIABLE):
-            headers[TOKEN_HEADER] = token
+            headers[TOKEN_HEADER.encode()] = token.encode()
         if api_key := api_key or os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {api_key}"
+            headers[b"authorization"] = f"Bearer {api_key}".encode()
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
@@ -64,31 +76,54 @@ class ParityClient:
         """Where a weight update goes and what it must carry (``GET /v1/parity/weights``)."""
         return WeightsInfo.model_validate_json(self._call("GET", "/weights").content)
 
-    def staging_directory(self) -> Path:
-        """The server's weights directory, checked to be visible from this process.
-
-        Raises:
-            ParityError: this process does not see the server's directory.
-        """
-        info = self.weights_info()
+    def visible_directory(self, info: WeightsInfo) -> Path | None:
+        """The server's weights directory if this process sees the same one, else None."""
         directory = Path(info.directory)
-        marker = directory / MARKER_FILE
         try:
-            seen = marker.read_text()
+            seen = (directory / MARKER_FILE).read_text()
         except OSError:
-            seen = None
-        if seen != info.server_id:
-            raise ParityError(
-                f"The weights directory of {self.url}, {directory}, is not visible here.",
-                "Weights travel through a file that both sides see.",
-                "run the trainer on the server's host, or start the server with "
-                "VLLM_PARITY_WEIGHTS_DIR set to a directory that both mount.",
-            )
-        return directory
+            return None
+        return directory if seen == info.server_id else None
 
     def update_weights(self, update: WeightUpdate) -> WeightUpdateResult:
         """Replace the served policy (``POST /v1/parity/weights``)."""
-        answer = self._call("POST", "/weights", json=update.model_dump())
+        return self._update("/weights", update.model_dump_json())
+
+    def open_upload(self, request: UploadRequest) -> UploadStatus:
+        """Announce an update that is sent over HTTP (``POST /v1/parity/weights/uploads``)."""
+        answer = self._call(
+            "POST", "/weights/uploads", content=request.model_dump_json(), headers=JSON
+        )
+        return UploadStatus.model_validate_json(answer.content)
+
+    def upload_status(self, upload_id: str) -> UploadStatus:
+        """How far an upload is (``GET /v1/parity/weights/uploads/ID``)."""
+        answer = self._call("GET", f"/weights/uploads/{upload_id}")
+        return UploadStatus.model_validate_json(answer.content)
+
+    def send(self, upload_id: str, begin: int, total: int, data: memoryview) -> UploadStatus:
+        """Send bytes of an upload from ``begin`` on (``PUT /v1/parity/weights/uploads/ID``)."""
+        answer = self._call(
+            "PUT",
+            f"/weights/uploads/{upload_id}",
+            content=_pieces(data),
+            headers={
+                "content-range": f"bytes {begin}-{begin + len(data) - 1}/{total}",
+                "content-length": str(len(data)),
+            },
+        )
+        return UploadStatus.model_validate_json(answer.content)
+
+    def commit_upload(self, upload_id: str) -> WeightUpdateResult:
+        """Apply an upload (``POST /v1/parity/weights/uploads/ID/commit``)."""
+        return self._update(f"/weights/uploads/{upload_id}/commit", "")
+
+    def drop_upload(self, upload_id: str) -> None:
+        """Give an upload up (``DELETE /v1/parity/weights/uploads/ID``)."""
+        self._call("DELETE", f"/weights/uploads/{upload_id}")
+
+    def _update(self, path: str, body: str) -> WeightUpdateResult:
+        answer = self._call("POST", path, content=body, headers=JSON)
         return WeightUpdateResult.model_validate_json(answer.content)
 
     def rollout(self, request: RolloutRequest) -> Rollout:
@@ -97,7 +132,7 @@ class ParityClient:
             "POST",
             "/rollouts",
             content=request.model_dump_json(),
-            headers={"content-type": "application/json"},
+            headers=JSON,
         )
         return Rollout.from_bytes(answer.content)
 
@@ -116,14 +151,14 @@ class ParityClient:
                 "installed, wait until it is up, and check host and port.",
             ) from None
         except httpx.TimeoutException:
-            raise ParityError(
+            raise ConnectionLost(
                 f"{self.url} did not answer {method} {PREFIX + path} in time.",
                 "It may be overloaded, or paused by an update that failed.",
                 "look at the server's log and at GET /v1/parity/status; raise the timeout if it "
                 "is only slow.",
             ) from None
         except httpx.HTTPError as error:
-            raise ParityError(
+            raise ConnectionLost(
                 f"The connection to {self.url} broke during {method} {PREFIX + path} ({error}).",
                 "The answer is lost, and whether the request took effect is unknown.",
                 "look at the server's log; GET /v1/parity/status tells which policy is served.",
@@ -133,7 +168,13 @@ class ParityClient:
         raise self._refusal(answer)
 
     def _refusal(self, answer: httpx.Response) -> ParityError:
-        message = _message(answer)
+        message, kind = _error(answer)
+        if (known := by_name(kind)) is not None:
+            found, _, fix = message.rpartition(" Fix: ")
+            touched = (
+                "Its outcome is in the message." if known is ApplyError else "Nothing changed."
+            )
+            return known(f"{self.url} answered {answer.status_code}: {found}", touched, fix)
         if answer.status_code == 404:
             return ParityError(
                 f"The server at {self.url} has no {PREFIX} routes ({message}).",
@@ -142,24 +183,31 @@ class ParityClient:
                 "pip install vllm-parity in the server's environment and restart `vllm serve`; "
                 "if VLLM_PLUGINS is set there, include 'parity' in it.",
             )
-        if answer.status_code == 401:
+        if answer.status_code in {401, 429}:
             return ParityError(
                 f"{self.url} refuses this caller ({message}).",
                 "Its routes can replace the served policy.",
                 f"set {TOKEN_VARIABLE} (and VLLM_API_KEY) to the server's values.",
             )
-        kind = ManifestError if answer.status_code in {409, 422} else ParityError
-        return kind(
+        return ParityError(
             f"{self.url} answered {answer.status_code}: {message}",
-            "The request had no effect." if kind is ManifestError else "The server is in trouble.",
+            "The request was not served.",
             "act on the server's message above.",
         )
 
 
-def _message(answer: httpx.Response) -> str:
+def _pieces(data: memoryview) -> Iterator[bytes]:
+    for begin in range(0, len(data), PIECE):
+        yield bytes(data[begin : begin + PIECE])
+
+
+def _error(answer: httpx.Response) -> tuple[str, str]:
+    """Message and kind of an error answer, in vLLM's shape or any other."""
     try:
         body = answer.json()
     except ValueError:
-        return answer.text[:500]
+        return answer.text[:500], ""
     error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
+    if not isinstance(error, dict):
+        return str(error), ""
+    return str(error.get("message", error)), str(error.get("type", ""))

@@ -5,8 +5,10 @@ Nothing here imports vLLM: facts come from the installed distribution's metadata
 
 from __future__ import annotations
 
+import asyncio
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from packaging.version import Version
 
@@ -62,3 +64,40 @@ def has_weight_version(found: Version | None = None) -> bool:
 def has_cascade_attention(found: Version | None = None) -> bool:
     """``disable_cascade_attn`` still does something (cascade attention was removed in 0.32)."""
     return (found or vllm_version()) < Version("0.32")
+
+
+async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
+    """What every engine core that ``engine`` drives answers to one utility call, in rank order.
+
+    vLLM has no public call for it (read in 0.31): with internal load balancing
+    (``DPLBAsyncMPClient``) ``call_utility_async`` asks every core and returns the first answer;
+    every other ``AsyncMPClient`` has one core. With external load balancing the other ranks have
+    front ends of their own and are not reached from here. An in-process client
+    (``InprocClient``) has no engines to address but the core itself.
+
+    Args:
+        engine: ``AsyncLLM``, or anything with such an ``engine_core`` client.
+
+    Raises:
+        Exception: the first core's that failed, once all of them have answered: after a failed
+            weight update no core is still loading.
+    """
+    client = engine.engine_core
+    if not hasattr(client, "core_engines"):
+        return [getattr(client.engine_core, method)(*args)]
+    calls = [client._call_utility_async(method, *args, engine=core) for core in client.core_engines]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return list(answers)
+
+
+async def rpc_every_worker(engine: Any, method: str, *args: Any) -> list[Any]:
+    """What every worker of every engine core answers: one flat list, cores in rank order.
+
+    ``AsyncLLM.collective_rpc`` returns the first core's workers only (see
+    :func:`call_every_core`): with two cores of two workers this is four answers, not two.
+    """
+    cores = await call_every_core(engine, "collective_rpc", method, None, args, None)
+    return [answer for workers in cores for answer in workers]

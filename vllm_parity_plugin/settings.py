@@ -45,6 +45,22 @@ class ParitySettings(BaseSettings):
             "Default: a private directory that the server makes in shared memory and removes."
         ),
     )
+    rollback: Literal["keep", "none"] = Field(
+        default="keep",
+        description=(
+            "keep: the served set of weights stays in the weights directory, and a weight update "
+            "that fails while it is loaded goes back to it. none: saves that memory; after such "
+            "a failure generation stays paused and /health answers 503 until a full update."
+        ),
+    )
+    upload_timeout: float = Field(
+        default=60.0,
+        gt=0.0,
+        description=(
+            "Seconds without bytes after which a weight upload is dropped and another trainer "
+            "may send one. The old weights are served all the while."
+        ),
+    )
     head_size: int = Field(
         default=128,
         ge=1,

@@ -13,13 +13,15 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.weights.manifest import TensorSpec
+from vllm_parity_plugin.weights.messages import Progress
 
 PREFIX = "/v1/parity"
 """All routes live under /v1 so that vLLM's --api-key covers them."""
 TOKEN_HEADER = "x-parity-token"
 MARKER_FILE = ".vllm-parity"
 """File in the weights directory that holds the server's id, to tell a shared directory."""
+INCOMING = "parity-"
+"""Prefix of the files that trainers write there; abandoned ones are removed by it."""
 
 
 class _Message(BaseModel):
@@ -54,6 +56,7 @@ class WorkerStatus(_Message):
     vocab_size: int
     tied_embeddings: bool
     policy_version: int
+    weights: Literal["committed", "mixed"]
 
 
 class Status(_Message):
@@ -66,6 +69,8 @@ class Status(_Message):
     max_model_len: int
     head_size: int
     state: Literal["serving", "updating", "paused", "unhealthy"]
+    failure: str | None = None
+    in_progress: Progress | None = None
     policy_version: int
     workers: list[WorkerStatus]
 
@@ -73,40 +78,6 @@ class Status(_Message):
     def head(self) -> HeadStatus | None:
         """The head of the first worker that has one."""
         return next((worker.head for worker in self.workers if worker.head), None)
-
-
-class WeightsInfo(_Message):
-    """Answer of ``GET /v1/parity/weights``: where an update goes and what it must carry."""
-
-    server_id: str
-    directory: str
-    policy_version: int
-    tensors: dict[str, TensorSpec]
-
-
-class WeightUpdate(_Message):
-    """Body of ``POST /v1/parity/weights``."""
-
-    version: int = Field(ge=1, description="policy version of the file; larger than the served one")
-    file: str = Field(description="name of a safetensors file in the server's weights directory")
-    kv: Literal["keep", "recompute"] = Field(
-        default="keep",
-        description=(
-            "keep: requests in flight go on with their KV cache. recompute: they are prefilled "
-            "again with the new weights."
-        ),
-    )
-
-
-class WeightUpdateResult(_Message):
-    """Answer of ``POST /v1/parity/weights``."""
-
-    policy_version: int
-    applied: bool = Field(description="false when this version was already served")
-    tensors: int
-    bytes: int
-    pause_seconds: float
-    total_seconds: float
 
 
 class Sampling(_Message):
@@ -150,8 +121,8 @@ class Rollout:
             is smaller than K. The head never depends on the sampled token.
         head_logprobs: [N, K] float32, their log q; -inf where ``head_ids`` is -1.
         sequence_offsets: [S + 1] int64; sequence i is ``[offsets[i], offsets[i + 1])``.
-        policy_versions: [N] int32, version of the policy that sampled each token; -1 in a
-            sequence that was in flight during a weight update.
+        policy_versions: [N] int32, version of the policy that sampled each token. It changes
+            within a sequence that was in flight during a weight update.
         finish_reasons: S strings, vLLM's: ``stop``, ``length``, ``abort``, ...
         sampling: the parameters the server used.
     """
@@ -251,6 +222,7 @@ def _metadata(body: bytes) -> dict[str, str]:
 
 
 __all__ = [
+    "INCOMING",
     "MARKER_FILE",
     "PREFIX",
     "TOKEN_HEADER",
@@ -259,8 +231,5 @@ __all__ = [
     "RolloutRequest",
     "Sampling",
     "Status",
-    "WeightUpdate",
-    "WeightUpdateResult",
-    "WeightsInfo",
     "WorkerStatus",
 ]

@@ -13,7 +13,7 @@ from vllm_parity_plugin.cpu_seeds import protect_seeded_requests
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.settings import load_settings
 from vllm_parity_plugin.weights.checkpoint import expected_tensors, record_checkpoint
-from vllm_parity_plugin.weights.reload import apply_weights, policy_version
+from vllm_parity_plugin.weights.holder import holder
 
 
 def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,14 +55,15 @@ def parity_attest(self: Any, manifest: bool = False) -> dict[str, Any]:
     return report
 
 
-def parity_policy_version(self: Any) -> int:
-    """``WorkerBase.parity_policy_version``: version of the policy that this worker serves."""
-    return policy_version(self)
+def parity_weights(self: Any, action: str, *args: Any) -> dict[str, Any]:
+    """``WorkerBase.parity_weights``: one step of a weight transaction (see ``WeightHolder``).
 
+    Args:
+        action: ``report``, ``check``, ``apply``, ``commit`` or ``restore``.
+        args: of that step, as plain msgpack types.
 
-def parity_apply_weights(self: Any, path: str, version: int) -> dict[str, Any]:
-    """``WorkerBase.parity_apply_weights``: load a checked safetensors file as one policy.
-
-    Generation must be paused, and the file validated, by the caller.
+    Returns:
+        where this worker stands, with ``error`` set when the step failed.
     """
-    return apply_weights(self, path, version)
+    step: dict[str, Any] = getattr(holder(self), action)(*args)
+    return step

@@ -37,11 +37,22 @@ def untied_server(tiny_model: Callable[[Kind], Path], fault: dict[str, str]) -> 
 
 
 @pytest.fixture(scope="package")
+def tied_fault(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same for ``tied_server``."""
+    return install_faults(tmp_path_factory.mktemp("tied-faults"))
+
+
+@pytest.fixture(scope="package")
 def tied_server(
-    tiny_model: Callable[[Kind], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[[Kind], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    tied_fault: dict[str, str],
 ) -> Iterator[Server]:
-    """Tied model behind a token and an API key, with its own weights directory and K = 64."""
+    """Tied model behind a token and an API key, with its own weights directory, no copy of the
+    served weights, K = 64, and loads that can fail."""
     env = {
+        **tied_fault,
+        "VLLM_PARITY_ROLLBACK": "none",
         "VLLM_PARITY_TOKEN": TOKEN,
         "VLLM_PARITY_HEAD_SIZE": "64",
         "VLLM_PARITY_WEIGHTS_DIR": str(tmp_path_factory.mktemp("weights")),

@@ -49,6 +49,7 @@ def status(head: dict[str, Any] | None = None, **worker: Any) -> Status:
         "kv_cache_dtype": "auto",
         "vocab_size": 512,
         "tied_embeddings": False,
+        "weights": "committed",
         "policy_version": 0,
         **worker,
     }

@@ -13,18 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from vllm_parity_plugin.weights.errors import ManifestError
 from vllm_parity_plugin.weights.manifest import (
     SHOWN,
-    ManifestError,
+    TensorEntry,
     TensorSpec,
+    check_against,
     compare,
-    read_manifest,
+    compare_adapter,
+    identity,
+    read_header,
 )
-from vllm_parity_plugin.weights.values import check_values
+from vllm_parity_plugin.weights.verify import checksum, verify_file
 
 EXPECTED = {
     "a": TensorSpec(dtype="BF16", shape=(4, 3)),
@@ -90,12 +94,13 @@ def test_files(tmp_path: Path) -> None:
     path = tmp_path / "update.safetensors"
     tensors = {"a": torch.ones(4, 3, dtype=torch.bfloat16), "b": torch.ones(4).bfloat16()}
     save_file(tensors | {"scale": torch.tensor(1.0)}, path)
-    assert read_manifest(path) == EXPECTED
+    found = read_header(path).tensors
+    assert {n: TensorSpec(dtype=e.dtype, shape=e.shape) for n, e in found.items()} == EXPECTED
     complete = path.read_bytes()
     for wrong in (complete[:-1], complete[:10], complete + b"x", b"", b"PK\x03\x04" * 50):
         path.write_bytes(wrong)
         with pytest.raises(ManifestError, match=r"update\.safetensors is not a complete"):
-            read_manifest(path)
+            read_header(path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -104,8 +109,143 @@ def test_l8_values_that_are_not_finite(tmp_path: Path, value: float) -> None:
     path = tmp_path / "update.safetensors"
     good = {"a": torch.ones(4, 3).bfloat16(), "count": torch.arange(3), "b": torch.ones(2)}
     save_file(good, path)
-    check_values(path)
+    verify_file(path, read_header(path), None)
     good["a"][2, 1] = value
     save_file(good, path)
     with pytest.raises(ManifestError, match=r"^a holds 1 value"):
-        check_values(path)
+        verify_file(path, read_header(path), None)
+
+
+@settings(deadline=None)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    size=st.integers(1, 5000),
+    bad=st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0]),
+    data=st.data(),
+)
+def test_l8_one_bad_value_anywhere(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    size: int,
+    bad: float,
+    data: st.DataObject,
+) -> None:
+    """L8: whatever the dtype, length and place, exactly the bad values are found."""
+    tensor = torch.linspace(-3, 3, size).to(dtype)
+    tensor[data.draw(st.integers(0, size - 1))] = bad
+    path = tmp_path_factory.mktemp("values") / "update.safetensors"
+    save_file({"a": tensor}, path)
+    if bad == 0.0:
+        verify_file(path, read_header(path), None)
+        return
+    with pytest.raises(ManifestError, match=r"^a holds 1 value"):
+        verify_file(path, read_header(path), None)
+
+
+def manifest_of(path: Path) -> dict[str, TensorEntry]:
+    """What an honest trainer says of a file."""
+    header, body = read_header(path), path.read_bytes()
+    entries = {}
+    for name, entry in header.tensors.items():
+        begin, end = (header.data_start + offset for offset in entry.data_offsets or (0, 0))
+        sum_ = checksum(memoryview(body)[begin:end])
+        entries[name] = entry.model_copy(update={"checksum": sum_})
+    return entries
+
+
+def test_checksums_find_flips_and_swaps(tmp_path: Path) -> None:
+    """A flipped bit and two swapped tensors of one shape are found by name; values alone could
+    not tell."""
+    path = tmp_path / "update.safetensors"
+    save_file({"a": torch.ones(4, 3), "b": torch.full((4, 3), 2.0)}, path)
+    manifest = manifest_of(path)
+    verify_file(path, read_header(path), manifest)
+    whole = bytearray(path.read_bytes())
+    whole[-1] ^= 1
+    path.write_bytes(whole)
+    verify_file(path, read_header(path), None)
+    with pytest.raises(ManifestError, match=r"^b has checksum"):
+        verify_file(path, read_header(path), manifest)
+    save_file({"b": torch.ones(4, 3), "a": torch.full((4, 3), 2.0)}, path)
+    with pytest.raises(ManifestError, match=r"^a has checksum"):
+        verify_file(path, read_header(path), manifest)
+
+
+def test_a_file_that_is_not_its_manifests(tmp_path: Path) -> None:
+    """Other names, another dtype, another place: each is refused by name."""
+    path = tmp_path / "update.safetensors"
+    save_file({"a": torch.ones(4, 3), "b": torch.ones(4, 3)}, path)
+    manifest = manifest_of(path)
+    check_against(manifest, read_header(path))
+    moved = manifest["a"].model_copy(update={"data_offsets": (0, 12)})
+    other = {
+        "missing tensor": {"a": manifest["a"]},
+        "unknown tensor": manifest | {"c": manifest["a"]},
+        r"b is F32 \[4, 3\]": manifest | {"b": manifest["b"].model_copy(update={"dtype": "F16"})},
+        r"manifest.*$|a is F32": manifest | {"a": moved},
+    }
+    for message, wrong in other.items():
+        swapped = "unknown" if "missing" in message else "missing"
+        pattern = message if "tensor" not in message else f"{swapped} tensor"
+        with pytest.raises(ManifestError, match=pattern):
+            check_against(wrong, read_header(path))
+
+
+def test_a_name_twice(tmp_path: Path) -> None:
+    """A header that lists a name twice is refused: a parser would keep either."""
+    path = tmp_path / "update.safetensors"
+    entry = '"a":{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
+    text = ("{" + entry % (0, 4) + "," + entry % (0, 4) + "}").encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ManifestError, match="a appears twice"):
+        read_header(path)
+
+
+def test_identity_tells_models_apart() -> None:
+    """Order does not matter; a name, a shape, a dtype or the architecture does."""
+    same = dict(reversed(EXPECTED.items()))
+    assert identity("Llama", EXPECTED) == identity("Llama", same)
+    other = [
+        identity("Qwen3", EXPECTED),
+        identity("Llama", EXPECTED | {"c": EXPECTED["a"]}),
+        identity("Llama", EXPECTED | {"a": TensorSpec(dtype="BF16", shape=(3, 4))}),
+        identity("Llama", EXPECTED | {"a": TensorSpec(dtype="F32", shape=(4, 3))}),
+    ]
+    assert len({*other, identity("Llama", EXPECTED)}) == 5
+
+
+def adapter(**changes: TensorSpec) -> dict[str, TensorSpec]:
+    pairs = {
+        "a.lora_A": TensorSpec(dtype="F32", shape=(2, 3)),
+        "a.lora_B": TensorSpec(dtype="F32", shape=(4, 2)),
+    }
+    return pairs | {name.replace("__", "."): spec for name, spec in changes.items()}
+
+
+def test_adapters() -> None:
+    """A whole pair of fitting shapes names the tensor it changes; all else is refused."""
+    served = {"a.weight": EXPECTED["a"], "b.weight": EXPECTED["b"]}
+    assert compare_adapter(adapter(), served) == ["a.weight"]
+    half = adapter()
+    del half["a.lora_B"]
+    stranger = {name.replace("a.", "z."): spec for name, spec in adapter().items()}
+    wrong = {
+        "missing tensor": half,
+        "targets z.weight, which the served model lacks": stranger,
+        "targets nothing": {},
+        "Wrong shape: a has": adapter(a__lora_B=TensorSpec(dtype="F32", shape=(4, 3))),
+        "Wrong dtype: a has": adapter(a__lora_B=TensorSpec(dtype="F16", shape=(4, 2))),
+        "unknown tensor": adapter(b__weight=EXPECTED["b"]),
+    }
+    for message, arrived in wrong.items():
+        with pytest.raises(ManifestError, match=message):
+            compare_adapter(arrived, served)
+
+
+def test_partial_updates_carry_some_tensors() -> None:
+    """Some of the tensors pass when that is what was announced; none, or strangers, do not."""
+    compare({"a": EXPECTED["a"]}, EXPECTED, partial=True)
+    with pytest.raises(ManifestError, match="holds no tensor"):
+        compare({}, EXPECTED, partial=True)
+    with pytest.raises(ManifestError, match="unknown"):
+        compare({"z": EXPECTED["a"]}, EXPECTED, partial=True)

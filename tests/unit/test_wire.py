@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 from safetensors.numpy import save
 
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling, WeightUpdate
+from vllm_parity_plugin.weights.messages import MAX_VERSION, UploadRequest, WeightUpdate
+from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
 
 
 def rollout(lengths: list[int], head_size: int = 3) -> Rollout:
@@ -92,6 +93,12 @@ def test_bytes_that_are_no_rollout() -> None:
         (WeightUpdate, {"version": 0, "file": "x"}),
         (WeightUpdate, {"version": 1, "file": "x", "kv": "drop"}),
         (WeightUpdate, {"version": 1}),
+        (WeightUpdate, {"version": MAX_VERSION + 1, "file": "x"}),
+        (WeightUpdate, {"version": 2, "file": "x", "kind": "changed"}),
+        (WeightUpdate, {"version": 2, "file": "x", "kind": "lora"}),
+        (WeightUpdate, {"version": 2, "file": "x", "base_version": 1}),
+        (UploadRequest, {"version": 1, "tensors": {}}),
+        (UploadRequest, {"version": 1}),
     ],
 )
 def test_messages_refuse_what_they_do_not_know(message: type[BaseModel], body: dict) -> None:

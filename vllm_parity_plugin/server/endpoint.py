@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
+from vllm_parity_plugin import compat
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.rules import UNLIMITED
@@ -19,6 +20,7 @@ State = Literal["serving", "updating", "paused", "unhealthy"]
 
 NAME = "parity"
 GROUP = "vllm.endpoint_plugins"
+REAP_SECONDS = 5.0
 
 
 class ParityEndpoint:
@@ -28,9 +30,15 @@ class ParityEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
+        from vllm_parity_plugin.server.answers import answer_error
+        from vllm_parity_plugin.server.auth import TooManyFailures, answer_too_many
+        from vllm_parity_plugin.server.gate import ParityGate
         from vllm_parity_plugin.server.routes import router
 
         app.include_router(router)
+        app.add_middleware(ParityGate)
+        app.add_exception_handler(ParityError, answer_error)
+        app.add_exception_handler(TooManyFailures, answer_too_many)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Check every worker, then make the routes usable.
@@ -55,22 +63,35 @@ def build_plugin() -> ParityEndpoint:
 class ServerState:
     """What the routes need, one per API-server process."""
 
-    def __init__(self, engine: Any, args: Namespace, settings: ParitySettings) -> None:
+    def __init__(
+        self, engine: Any, args: Namespace, settings: ParitySettings, worker: dict[str, Any]
+    ) -> None:
+        from vllm_parity_plugin.server.auth import FailureLimiter
+        from vllm_parity_plugin.server.metrics import WeightMetrics
         from vllm_parity_plugin.weights.staging import Staging
         from vllm_parity_plugin.weights.transaction import WeightUpdates
 
         self.engine = engine
         self.settings = settings
-        self.server_id = uuid.uuid4().hex
+        # The same in every API-server process: state lives in the workers.
+        self.server_id = str(worker["instance"])
+        self.limiter = FailureLimiter()
         self.api_keys = [key for key in (getattr(args, "api_key", None) or []) if key]
         if os.environ.get("VLLM_API_KEY"):
             self.api_keys.append(os.environ["VLLM_API_KEY"])
-        self.updates = WeightUpdates(engine, Staging(settings.weights_dir, self.server_id))
+        self.updates = WeightUpdates(
+            engine,
+            Staging(settings.weights_dir, self.server_id),
+            settings.rollback,
+            settings.upload_timeout,
+            WeightMetrics(worker["version"]).observe,
+        )
+        self._reaper: asyncio.Task[None] | None = None
         self.banner = ""
 
     @classmethod
     async def create(cls, engine: Any, args: Namespace, settings: ParitySettings) -> ServerState:
-        self = cls(engine, args, settings)
+        self = cls(engine, args, settings, await _first_worker(engine))
         status = await self.status()
         head = status.head
         self.banner = (
@@ -78,7 +99,17 @@ class ServerState:
             f"lm_head {head.dtype if head else 'absent'}, {status.workers[0].logprobs_mode}; "
             f"routes under /v1/parity, weight updates from {self.updates.staging.path}"
         )
+        self._reaper = asyncio.create_task(self._reap())
         return self
+
+    async def _reap(self) -> None:
+        """Drop what dead trainers left, as long as the server lives."""
+        while True:
+            await asyncio.sleep(min(REAP_SECONDS, self.settings.upload_timeout / 4))
+            try:
+                self.updates.reap()
+            except OSError:
+                logger.exception("cannot tidy the weights directory")
 
     async def status(self) -> Status:
         """Ask every worker what it runs.
@@ -87,14 +118,9 @@ class ServerState:
             ParityError: a worker does not know the question: the plugin is not loaded there.
         """
         try:
-            reports = await self.engine.collective_rpc("parity_attest")
+            reports = await compat.rpc_every_worker(self.engine, "parity_attest")
         except Exception as error:
-            raise ParityError(
-                f"A worker could not attest to what it runs ({error}).",
-                "The plugin is not active in that process, so its logprobs are not guaranteed.",
-                "install vllm-parity on every node, and include 'parity' in VLLM_PLUGINS if you "
-                "set it.",
-            ) from error
+            raise _inactive(error) from error
         workers = [WorkerStatus(**report) for report in reports]
         model_config = self.engine.model_config
         return Status(
@@ -104,7 +130,9 @@ class ServerState:
             model=str(model_config.model),
             max_model_len=int(model_config.max_model_len),
             head_size=self.head_limit,
-            state=await self._state(),
+            state=await self._state(workers),
+            failure=self.updates.staging.failure,
+            in_progress=self.updates.in_progress(),
             policy_version=min(worker.policy_version for worker in workers),
             workers=workers,
         )
@@ -118,12 +146,32 @@ class ServerState:
             limits.append(config.max_logprobs)
         return int(min(limits))
 
-    async def _state(self) -> State:
-        if self.updates.failure is not None:
+    async def _state(self, workers: list[WorkerStatus]) -> State:
+        if self.updates.staging.failure is not None:
             return "unhealthy"
-        if self.updates.updating:
+        if self.updates.staging.updating() is not None:
             return "updating"
+        if any(worker.weights == "mixed" for worker in workers):
+            return "unhealthy"
         return "paused" if await self.engine.is_paused() else "serving"
+
+
+async def _first_worker(engine: Any) -> dict[str, Any]:
+    """Report of the first worker of the first engine, which every API-server process sees."""
+    try:
+        reports = await engine.collective_rpc("parity_weights", args=("report",))
+    except Exception as error:
+        raise _inactive(error) from error
+    first: dict[str, Any] = reports[0]
+    return first
+
+
+def _inactive(error: Exception) -> ParityError:
+    return ParityError(
+        f"A worker could not attest to what it runs ({error}).",
+        "The plugin is not active in that process, so its logprobs are not guaranteed.",
+        "install vllm-parity on every node, and include 'parity' in VLLM_PLUGINS if you set it.",
+    )
 
 
 def wrap_load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:

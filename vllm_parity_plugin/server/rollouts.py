@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from vllm_parity_plugin.core_versions import Spans, inactive, new_request_id, versions_of
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.wire import Rollout, RolloutRequest
-
-UNKNOWN_VERSION = -1
-"""Policy version of a sequence that was in flight during a weight update."""
 
 
 async def rollout(state: Any, request: RolloutRequest) -> Rollout:
@@ -24,25 +22,32 @@ async def rollout(state: Any, request: RolloutRequest) -> Rollout:
         ParityError: a prompt or a parameter that the served model cannot take.
     """
     _check(state, request)
-    await state.updates.policy_version()
+    jobs = [
+        (prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.n)
+    ]
+    ids = [new_request_id() for _ in jobs]
     tasks = [
-        asyncio.create_task(_sample(state, request, prompt, sample))
-        for prompt in range(len(request.prompts))
-        for sample in range(request.n)
+        asyncio.create_task(_sample(state, request, *job, request_id))
+        for job, request_id in zip(jobs, ids, strict=True)
     ]
     try:
-        samples = await asyncio.gather(*tasks)
+        outputs = await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(Exception):  # The first error is the one to report.
+            await versions_of(state.engine, ids)
         raise
-    outputs, versions = map(list, zip(*samples, strict=True))
-    known = state.updates.current
-    if await state.updates.policy_version() != known:
-        # Another API-server process applied an update, and we cannot tell when.
-        versions = [UNKNOWN_VERSION] * len(outputs)
-    return _assemble(request, outputs, versions)
+    return _assemble(request, outputs, await _spans(state.engine, ids))
+
+
+async def _spans(engine: Any, ids: list[str]) -> list[Spans]:
+    """Policy versions of every completion, in the order of ``ids``."""
+    known = await versions_of(engine, ids)
+    if missing := [request_id for request_id in ids if request_id not in known]:
+        raise inactive(f"{len(missing)} of {len(ids)} requests are unknown to it")
+    return [known[request_id] for request_id in ids]
 
 
 def _check(state: Any, request: RolloutRequest) -> None:
@@ -72,8 +77,10 @@ def _check(state: Any, request: RolloutRequest) -> None:
             )
 
 
-async def _sample(state: Any, request: RolloutRequest, prompt: int, sample: int) -> tuple[Any, int]:
-    """One completion and the version of the policy that sampled all of it."""
+async def _sample(
+    state: Any, request: RolloutRequest, prompt: int, sample: int, request_id: str
+) -> Any:
+    """One completion."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -87,9 +94,8 @@ async def _sample(state: Any, request: RolloutRequest, prompt: int, sample: int)
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     final = None
-    version, epoch = state.updates.current, state.updates.epoch
     async for output in state.engine.generate(
-        {"prompt_token_ids": request.prompts[prompt]}, params, f"parity-{uuid.uuid4().hex}"
+        {"prompt_token_ids": request.prompts[prompt]}, params, request_id
     ):
         final = output
     if final is None:
@@ -98,11 +104,20 @@ async def _sample(state: Any, request: RolloutRequest, prompt: int, sample: int)
             "Its completion is lost.",
             "look at the server's log; send the request again.",
         )
-    during_update = epoch % 2 or state.updates.epoch != epoch
-    return final.outputs[0], UNKNOWN_VERSION if during_update else version
+    return final.outputs[0]
 
 
-def _assemble(request: RolloutRequest, outputs: list[Any], versions: list[int]) -> Rollout:
+def token_versions(spans: Spans, tokens: int) -> np.ndarray:
+    """[T] int32, the policy version of each of ``tokens`` tokens.
+
+    Spans ``[[0, 4], [3, 5]]`` and 5 tokens give ``[4, 4, 4, 5, 5]``. A span from the last token
+    on (the request ended during the update) is empty.
+    """
+    starts, versions = np.asarray(spans, dtype=np.int32).T
+    return versions[np.searchsorted(starts, np.arange(tokens), side="right") - 1]
+
+
+def _assemble(request: RolloutRequest, outputs: list[Any], spans: list[Spans]) -> Rollout:
     lengths = [len(output.token_ids) for output in outputs]
     width = 1 + request.head_size
     ids, logprobs = zip(*(_arrays(output, width) for output in outputs), strict=True)
@@ -123,7 +138,7 @@ def _assemble(request: RolloutRequest, outputs: list[Any], versions: list[int]) 
         head_ids=head_ids,
         head_logprobs=head_logprobs,
         sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        policy_versions=np.repeat(np.asarray(versions, dtype=np.int32), lengths),
+        policy_versions=np.concatenate(list(map(token_versions, spans, lengths))),
         finish_reasons=[str(output.finish_reason) for output in outputs],
         sampling=request.sampling,
     )

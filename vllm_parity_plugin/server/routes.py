@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
 
-from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.server.auth import authorised
+from vllm_parity_plugin.server.answers import documented
+from vllm_parity_plugin.server.auth import TooManyFailures, authorised
+from vllm_parity_plugin.server.gate import unhealthy
 from vllm_parity_plugin.server.rollouts import rollout
-from vllm_parity_plugin.weights.manifest import ManifestError
-from vllm_parity_plugin.weights.staging import UpdateInProgress
-from vllm_parity_plugin.weights.transaction import ApplyError
-from vllm_parity_plugin.wire import (
-    PREFIX,
-    TOKEN_HEADER,
-    RolloutRequest,
-    Status,
+from vllm_parity_plugin.weights.messages import (
+    UploadRequest,
+    UploadStatus,
     WeightsInfo,
     WeightUpdate,
     WeightUpdateResult,
 )
+from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, RolloutRequest, Status
+
+CONTENT_RANGE = r"^bytes \d{1,18}-\d{1,18}/(\d{1,18}|\*)$"
 
 
 def _state(request: Request) -> Any:
@@ -33,11 +33,16 @@ def _state(request: Request) -> Any:
     if not authorised(
         client, request.headers, token.get_secret_value() if token else None, state.api_keys
     ):
+        wait = state.limiter.retry_after(client)
+        if wait is not None:
+            raise TooManyFailures(client, wait)
+        state.limiter.failed(client)
         raise HTTPException(
             401,
             f"Found no valid credential from {client}. These routes can replace the served "
-            "policy. Fix: call from the server's own host without a proxy, or send the value of "
-            f"VLLM_PARITY_TOKEN in the header {TOKEN_HEADER} (or as a bearer token).",
+            "policy. Fix: call from the server's own host as http://127.0.0.1:PORT, without a "
+            "proxy or a browser, or send the value of VLLM_PARITY_TOKEN in the header "
+            f"{TOKEN_HEADER} (or as a bearer token).",
         )
     return state
 
@@ -46,75 +51,94 @@ State = Annotated[Any, Depends(_state)]
 router = APIRouter(prefix=PREFIX, tags=["vllm-parity"])
 
 
-@router.get("/status")
+@router.get("/status", responses=documented())
 async def status(state: State) -> Status:
     """What every worker really runs, and which policy is served."""
     result: Status = await state.status()
     return result
 
 
-@router.get("/weights")
+@router.get("/weights", responses=documented(409, 500))
 async def weights_info(state: State) -> WeightsInfo:
     """Where a weight update goes, and the tensors it must carry."""
-    try:
-        tensors = await state.updates.expected()
-    except ManifestError as error:
-        raise HTTPException(409, str(error)) from None
-    return WeightsInfo(
-        server_id=state.server_id,
-        directory=str(state.updates.staging.path),
-        policy_version=await state.updates.policy_version(),
-        tensors=tensors,
-    )
+    result: WeightsInfo = await state.updates.info(state.server_id)
+    return result
 
 
-@router.post("/weights")
+@router.post("/weights", responses=documented(409, 411, 413, 500))
 async def update_weights(state: State, update: WeightUpdate) -> WeightUpdateResult:
-    """Replace the served policy: all of it or nothing."""
-    try:
-        result: WeightUpdateResult = await state.updates.apply(update)
-        return result
-    except UpdateInProgress:
-        raise HTTPException(
-            409,
-            "Another weight update is in progress. Two at once would mix policies. Fix: wait for "
-            "it, then send this one again.",
-        ) from None
-    except ManifestError as error:
-        raise HTTPException(422, str(error)) from None
-    except ApplyError as error:
-        raise HTTPException(500, str(error)) from None
+    """Replace the served policy from a file in the weights directory: all of it or nothing."""
+    result: WeightUpdateResult = await state.updates.apply(update)
+    return result
 
 
-@router.post("/rollouts", response_class=Response)
+@router.post("/weights/uploads", status_code=201, responses=documented(409, 411, 413, 500, 507))
+async def open_upload(state: State, request: UploadRequest) -> UploadStatus:
+    """Announce an update that will be sent in the bodies of later requests."""
+    result: UploadStatus = await state.updates.open_upload(request)
+    return result
+
+
+@router.get("/weights/uploads/{upload_id}", responses=documented())
+async def upload_status(state: State, upload_id: str) -> UploadStatus:
+    """How far an upload is: where to go on after a broken connection."""
+    result: UploadStatus = state.updates.uploads.status(upload_id)
+    return result
+
+
+@router.put("/weights/uploads/{upload_id}", responses=documented(416))
+async def write_upload(
+    state: State,
+    request: Request,
+    upload_id: str,
+    content_range: Annotated[
+        str, Header(pattern=CONTENT_RANGE, description="`bytes BEGIN-LAST/TOTAL`, LAST included")
+    ],
+) -> UploadStatus:
+    """Bytes of the data section: all of it, what is missing, or one tensor's range again."""
+    begin, last = map(int, re.findall(r"\d+", content_range)[:2])
+    result: UploadStatus = await state.updates.uploads.write(
+        upload_id, begin, last + 1, request.stream()
+    )
+    return result
+
+
+@router.post("/weights/uploads/{upload_id}/commit", responses=documented(409, 416, 500))
+async def commit_upload(state: State, upload_id: str) -> WeightUpdateResult:
+    """Apply what was uploaded: all of it or nothing."""
+    result: WeightUpdateResult = await state.updates.commit_upload(upload_id)
+    return result
+
+
+@router.delete("/weights/uploads/{upload_id}", status_code=204, responses=documented())
+async def drop_upload(state: State, upload_id: str) -> None:
+    """Give an upload up."""
+    state.updates.uploads.drop(upload_id)
+
+
+@router.post("/rollouts", response_class=Response, responses=documented(411, 413))
 async def rollouts(state: State, request: RolloutRequest) -> Response:
     """Completions with sampler heads, as one safetensors body."""
-    if state.updates.failure is not None:
-        raise HTTPException(
-            503,
-            f"The last weight update failed ({state.updates.failure}). No complete policy is "
-            "loaded. Fix: send a complete weight update.",
-        )
+    if (failure := state.updates.staging.failure) is not None:
+        raise HTTPException(503, unhealthy(failure))
     try:
         result = await rollout(state, request)
-    except (ParityError, ValueError) as error:
+    except ValueError as error:  # vLLM's word on parameters
         raise HTTPException(422, str(error)) from None
     return Response(result.to_bytes(), media_type="application/vnd.safetensors")
 
 
-@router.post("/pause", status_code=204)
+@router.post("/pause", status_code=204, responses=documented(409))
 async def pause(state: State) -> None:
     """Freeze generation by hand; running requests keep their KV cache."""
+    state.updates.refuse_while_applying()
     await state.engine.pause_generation(mode="keep", clear_cache=False)
 
 
-@router.post("/resume", status_code=204)
+@router.post("/resume", status_code=204, responses=documented(409))
 async def resume(state: State) -> None:
     """Go on after a pause. Refused while no complete policy is loaded."""
-    if state.updates.failure is not None:
-        raise HTTPException(
-            409,
-            "The last weight update failed, so the model may hold a mixture of two policies. "
-            "Fix: send a complete weight update; it resumes generation.",
-        )
+    state.updates.refuse_while_applying()
+    if (failure := state.updates.staging.failure) is not None:
+        raise HTTPException(409, unhealthy(failure))
     await state.engine.resume_generation()

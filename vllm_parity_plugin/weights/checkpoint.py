@@ -19,7 +19,8 @@ def _wrap_get_all_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         record: dict[str, tuple[str, list[int]]] = {}
-        model.__dict__[RECORD] = record
+        # The first load is the one that counts: going back to the checkpoint reads it again.
+        model.__dict__.setdefault(RECORD, record)
         for name, tensor in original(self, model_config, model):
             dtype = str(tensor.dtype).removeprefix("torch.")
             record[name] = (SAFETENSORS_DTYPE.get(dtype, dtype), list(tensor.shape))
