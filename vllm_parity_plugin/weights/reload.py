@@ -144,14 +144,17 @@ def _check_complete(
 
     Args:
         loaded: parameters that the model's loader says it filled; None when only some were due.
-        quantized: its loader makes parameters of its own, so that names prove nothing.
+        quantized: its loader makes parameters of its own, so that names and counts prove nothing.
     """
     problems = [
-        f"{name} got {arrived} of {needed} elements" for name, (arrived, needed) in partial.items()
+        f"{name} got {arrived} of {needed} elements"
+        for name, (arrived, needed) in ({} if quantized else partial).items()
     ]
     problems += [f"{name} holds no data" for name, p in model.named_parameters() if p.is_meta]
     if loaded is not None and not quantized:
-        missing = {name for name, _ in model.named_parameters()} - loaded
+        # With --enable-lora the layer that holds the weight is wrapped.
+        held = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        missing = held - {name.replace(".base_layer.", ".") for name in loaded}
         problems += [f"{name} was not loaded" for name in sorted(missing)]
     if problems:
         raise ParityError(

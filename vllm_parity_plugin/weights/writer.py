@@ -68,7 +68,7 @@ def allocate(path: Path, header: bytes, size: int) -> None:
         raise OutOfSpace(
             f"{path.parent} has no room for {size} bytes ({error.strerror}).",
             "The update could not be staged, so nothing was touched.",
-            "free space there, start the server with VLLM_PARITY_WEIGHTS_DIR on a larger disk, or "
+            "free space there (in Docker, --shm-size), start the server with VLLM_PARITY_WEIGHTS_DIR on a larger disk, or "
             "with VLLM_PARITY_ROLLBACK=none, which keeps one set less.",
         ) from None
     finally:
