@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 DATA = Path(__file__).parent / "data"
 COUNTDOWN = DATA / "countdown-llama"
-Kind = Literal["untied", "tied", "odd", "gc", "tied-gc"]
+Kind = Literal["untied", "tied", "odd", "gc", "tied-gc", "tied-copy", "tied-odd", "moe"]
 
 BOS, EOS, SECOND_EOS = 0, 1, 2
 VOCAB = 512
@@ -31,18 +31,27 @@ GENERATION_CONFIG = {
 }
 """A model repository's opinion on sampling (L6)."""
 CONTEXT = 2048
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def tiny_qwen3(directory: Path, kind: Kind) -> Path:
     """Write a tiny model of one kind; the same weights at every call.
 
-    ``odd`` has 517 tokens, so that a padded vocabulary differs; ``gc`` and ``tied-gc`` come with a
-    ``generation_config.json`` that changes sampling.
+    ``odd`` and ``tied-odd`` have 517 tokens, so that a padded vocabulary differs; ``gc`` and
+    ``tied-gc`` come with a ``generation_config.json`` that changes sampling; ``tied-copy`` is tied
+    and its checkpoint holds the head all the same, as Qwen3-0.6B's does; ``moe`` has 4 experts, of
+    which a token uses 2.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
-    vocab = VOCAB + 5 if kind == "odd" else VOCAB
-    config = Qwen3Config(
+    vocab = VOCAB + 5 if kind.endswith("odd") else VOCAB
+    moe = kind == "moe"
+    config = (Qwen3MoeConfig if moe else Qwen3Config)(
         vocab_size=vocab,
         hidden_size=64,
         intermediate_size=128,
@@ -55,15 +64,20 @@ def tiny_qwen3(directory: Path, kind: Kind) -> Path:
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype="bfloat16",
+        **(EXPERTS if moe else {}),
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
+        model = (Qwen3MoeForCausalLM if moe else Qwen3ForCausalLM)(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.mul_(4.0)
     model.to(torch.bfloat16).save_pretrained(directory)
+    if kind == "tied-copy":
+        tensors = weights_of(directory)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "generation_config.json").unlink(missing_ok=True)
     if kind.endswith("gc"):
         (directory / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))

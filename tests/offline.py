@@ -7,7 +7,8 @@ other, so that vLLM is imported once. A job is a dictionary:
 - ``args``: engine arguments; ``env``: environment variables while it runs;
 - ``callable_overrides``: use a module-level callable as ``hf_overrides``;
 - ``head``: ``bf16`` or ``bf16-cast`` breaks vLLM's fp32 head before the engine starts;
-- ``steps``: ``{"op": "generate" | "apply" | "attest" | "context" | "defaults" | "logits", ...}``.
+- ``steps``: ``{"op": "generate" | "apply" | "attest" | "context" | "defaults" | "logits", ...}``,
+  or those of ``tests.colocated_llm``.
 
 Its result has ``error`` (``Type: message`` or None), ``log`` (the plugin's), and for each step
 what it returned.
@@ -22,29 +23,34 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_parity_plugin.weights.stack import Layer
+from tests.colocated_llm import OPS, do_update
+from vllm_parity_plugin.weights.stack import CHECKPOINT, Layer, extend
 
 ROOT = Path(__file__).parent.parent
 Job = dict[str, Any]
 LONGER_CONTEXT = 4096
 
 
-def run_jobs(jobs: Sequence[Job], directory: Path) -> list[dict[str, Any]]:
-    """Results of the jobs, in order."""
+def run_jobs(
+    jobs: Sequence[Job], directory: Path, env: Mapping[str, str] | None = None, timeout: float = 300
+) -> list[dict[str, Any]]:
+    """Results of the jobs, in order; ``env`` is set for all of them."""
     source, target = directory / "jobs.json", directory / "results.json"
     source.write_text(json.dumps(list(jobs)))
+    env = env or {}
+    paths = [path for path in (str(ROOT), env.get("PYTHONPATH")) if path]
     done = subprocess.run(
         [sys.executable, __file__, str(source), str(target)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return json.loads(target.read_text())
@@ -110,17 +116,21 @@ def prompts_of(step: dict[str, Any]) -> list[Any]:
     return [{"prompt_token_ids": prompt} for prompt in step["prompts"]]
 
 
-def apply_weights(llm: Any, path: Path, version: int) -> list[Any]:
-    """What a weight transaction does to the workers, and nothing around it."""
+def apply_weights(llm: Any, path: Path, version: int, kind: Any = "full") -> list[Any]:
+    """What a weight transaction does to the workers, and nothing around it.
+
+    A ``changed`` update lies on top of the checkpoint.
+    """
     found = path.stat()
     layer = Layer(
         version=version,
-        kind="full",
+        kind=kind,
         file=str(path),
         size=found.st_size,
         mtime_ns=found.st_mtime_ns,
     )
-    for step in (("apply", [layer.model_dump()], None), ("commit", True)):
+    stack = [part.model_dump() for part in extend(CHECKPOINT, layer)]
+    for step in (("apply", stack, None), ("commit", True)):
         reports = llm.collective_rpc("parity_weights", args=step)
         assert not any(report["error"] for report in reports), reports
     return reports
@@ -130,6 +140,8 @@ def do_step(llm: Any, step: dict[str, Any], logits: list[Any]) -> Any:
     import torch
 
     match step["op"]:
+        case op if op in OPS:
+            return do_update(llm, step)
         case "generate":
             params = sampling_params(step["sampling"])
             return [plain(o) for o in llm.generate(prompts_of(step), params, use_tqdm=False)]
@@ -140,7 +152,10 @@ def do_step(llm: Any, step: dict[str, Any], logits: list[Any]) -> Any:
             share = (values == values.to(torch.bfloat16).float()).float().mean()
             return {"bf16_share": float(share), "dtypes": sorted({str(r.dtype) for r in logits})}
         case "apply":
-            return apply_weights(llm, Path(step["path"]), step["version"])
+            path, kind = Path(step["path"]), step.get("kind", "full")
+            return apply_weights(llm, path, step["version"], kind)
+        case "manifest":
+            return llm.collective_rpc("parity_attest", kwargs={"manifest": True})[0]["expected"]
         case "attest":
             return llm.collective_rpc("parity_attest")
         case "context":

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
+from trl_callbacks.colocate import colocated_engine, colocated_status, install_colocated_sync
 from trl_callbacks.compat import calling_trainer, log_metrics
 from trl_callbacks.handshake import TrainerFacts, check_pair, check_sampling
 from trl_callbacks.lm_head import ParityHead, install_parity_head
@@ -17,7 +18,7 @@ from trl_callbacks.rollout import on_main_process
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.mismatch import mismatch_metrics
-from vllm_parity_plugin.wire import Status, WorkerStatus
+from vllm_parity_plugin.wire import Status
 
 Mode = Literal["enforce", "observe"]
 
@@ -27,6 +28,7 @@ class ParityCallback(TrainerCallback):
 
     Before step 1 the trainer's lm_head is made to run in fp32 on the served weights, the server
     (or the colocated engine) is asked what it really runs, and an unsafe pair refuses to train.
+    A colocated engine takes weights by transaction from then on (see ``colocate``).
     During training ``parity/*`` metrics appear beside TRL's own.
 
     Args:
@@ -106,11 +108,13 @@ class ParityCallback(TrainerCallback):
             return
         facts = trainer_facts(trainer, head_size=head_size, support=support)
         self._guard(lambda: check_sampling(facts))
-        self.status = on_main_process(trainer.accelerator, lambda: self._ask(trainer))
+        self.status = self._ask(trainer)
         if self.status is not None:
             status = self.status
             self._guard(lambda: self._warn(check_pair(status, facts)))
         self._trainer = trainer
+        if self.mode == "enforce" and colocated_engine(trainer) is not None:
+            install_colocated_sync(trainer)
         if self.mode == "enforce" or head_size:
             self.head = install_parity_head(
                 trainer.model,
@@ -163,14 +167,17 @@ class ParityCallback(TrainerCallback):
 
     def _ask(self, trainer: Any) -> Status | None:
         url = self.server_url or server_url(trainer)
-        if url is not None:
+        if url is None:
+            return None if colocated_engine(trainer) is None else colocated_status(trainer)
+
+        def ask() -> Status:
             client = ParityClient(url, token=self.token, timeout=60.0)
             try:
                 return client.status()
             finally:
                 client.close()
-        engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
-        return None if engine is None else _colocated_status(engine)
+
+        return on_main_process(trainer.accelerator, ask)
 
     def _served_dtype(self, trainer: Any) -> torch.dtype:
         """Dtype of the served head's weights; the trainer's own when nothing is served."""
@@ -243,28 +250,3 @@ def server_url(trainer: Any) -> str | None:
     if args.vllm_server_base_url:
         return str(args.vllm_server_base_url)
     return f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-
-
-def _colocated_status(engine: Any) -> Status:
-    """Attestation of an in-process engine."""
-    try:
-        reports = engine.collective_rpc("parity_attest")
-    except Exception as error:
-        raise ParityError(
-            f"The colocated vLLM engine could not attest to what it runs ({error}).",
-            "It runs without the vllm-parity plugin.",
-            "install vllm-parity in this environment; if VLLM_PLUGINS is set, include 'parity'.",
-        ) from error
-    workers = [WorkerStatus(**report) for report in reports]
-    config = engine.llm_engine.model_config
-    return Status(
-        server_id="colocated",
-        plugin_version=workers[0].plugin_version,
-        mode="enforce",
-        model=str(config.model),
-        max_model_len=int(config.max_model_len),
-        head_size=int(config.max_logprobs),
-        state="serving",
-        policy_version=workers[0].policy_version,
-        workers=workers,
-    )

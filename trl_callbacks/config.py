@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from trl import GRPOConfig
 
 from trl_callbacks.importance_weights import Weight, resolve_weight
+from trl_callbacks.weight_sync import KV, Transport
 from vllm_parity_plugin.errors import ParityError
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -74,6 +76,20 @@ class ParityGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Stop when the mean |logprob difference| of a step exceeds this."},
     )
+    weight_transport: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights travel to the server: file (a directory that both sides see), "
+            "http (uploaded, resumable), or auto: the file where the trainer sees the directory."
+        },
+    )
+    weight_kv: str = field(
+        default="keep",
+        metadata={
+            "help": "What becomes of requests in flight when weights change: keep goes on with "
+            "their KV cache, recompute prefills them again with the new weights."
+        },
+    )
     rollout_seed: int | None = field(
         default=None,
         metadata={
@@ -100,6 +116,8 @@ class ParityGRPOConfig(GRPOConfig):
                 "leave both at their defaults and start `vllm serve`; for colocate mode use "
                 "GRPOTrainer with ParityCallback.",
             )
+        _check_choice("weight_transport", self.weight_transport, get_args(Transport))
+        _check_choice("weight_kv", self.weight_kv, get_args(KV))
         if self.score_centering:
             _check_centering(self)
 
@@ -112,6 +130,15 @@ class ParityGRPOConfig(GRPOConfig):
         }
         name = self.score_centering_weight
         return resolve_weight(name, **params[name])
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ParityError(
+            f"ParityGRPOConfig has {name}={value!r}.",
+            "It is not one of the choices, and nothing is guessed.",
+            f"use one of {', '.join(known)}.",
+        )
 
 
 def _check_centering(config: ParityGRPOConfig) -> None:

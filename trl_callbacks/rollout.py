@@ -18,7 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tensors
-from trl_callbacks.weight_sync import WeightSync
+from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.weights.messages import WeightUpdateResult
@@ -37,6 +37,8 @@ class ParityGeneration(VLLMGeneration):
         client: the server.
         seed: makes rollouts repeatable; each sequence gets a seed derived from it, the rank and
             the number of the call. None leaves sampling to the engine's own generator.
+        transport: how weights travel (see ``WeightSync``).
+        kv: what becomes of the KV cache of requests in flight when weights change.
         **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
 
     Attributes:
@@ -44,9 +46,19 @@ class ParityGeneration(VLLMGeneration):
         last_update: the latest weight update; None before the first.
     """
 
-    def __init__(self, *args: Any, client: ParityClient, seed: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        client: ParityClient,
+        seed: int | None,
+        transport: Transport = "auto",
+        kv: KV = "keep",
+        **kwargs: Any,
+    ) -> None:
         self.client = client
         self.seed = seed
+        self._transport: Transport = transport
+        self._kv: KV = kv
         self.calls = 0
         self.last_rollout: Rollout | None = None
         self.last_update: WeightUpdateResult | None = None
@@ -57,19 +69,19 @@ class ParityGeneration(VLLMGeneration):
         """Find the weights directory instead of joining an NCCL group."""
 
         def connect() -> None:
-            self._sync = WeightSync(self.client)
+            self._sync = WeightSync(self.client, self._transport)
             check_ties(self.model, self._sync.expected)
 
         on_main_process(self.accelerator, connect)
 
     def sync_weights(self) -> None:
         """Push the trainer's weights as the next policy version, on all ranks or none."""
-        named = self._named_params()
+        named = named_params(self)
 
         def push() -> WeightUpdateResult:
             assert self._sync is not None
             try:
-                return self._sync.push(policy_tensors(named))
+                return self._sync.push(policy_tensors(named), kv=self._kv)
             finally:
                 for _ in named:  # other ranks are in the same gathers
                     pass
@@ -78,12 +90,6 @@ class ParityGeneration(VLLMGeneration):
             for _ in named:
                 pass
         self.last_update = on_main_process(self.accelerator, push)
-
-    def _named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TRL's gathered parameters; of a whole PEFT model, merged ones that leave it as it is."""
-        if is_peft_model(self.model) and not (self._dist.is_fsdp or self._dist.is_zero3):
-            return merged_tensors(self.model)
-        return self._iter_named_params()
 
     def generate(
         self,
@@ -148,6 +154,15 @@ class ParityGeneration(VLLMGeneration):
         return [int(value) for value in state]
 
 
+def named_params(generation: VLLMGeneration) -> Iterator[tuple[str, torch.Tensor]]:
+    """TRL's gathered parameters; of a whole PEFT model, merged ones that leave it as it is."""
+    dist = generation._dist
+    if is_peft_model(generation.model) and not (dist.is_fsdp or dist.is_zero3):
+        return merged_tensors(generation.model)
+    named: Iterator[tuple[str, torch.Tensor]] = generation._iter_named_params()
+    return named
+
+
 def on_main_process(accelerator: Any, action: Callable[[], T]) -> T:
     """Run ``action`` on the main process and give every process its result, or its error.
 
@@ -182,7 +197,13 @@ def on_main_process(accelerator: Any, action: Callable[[], T]) -> T:
     return value
 
 
-def generation_for(trainer: Any, client: ParityClient, seed: int | None) -> ParityGeneration:
+def generation_for(
+    trainer: Any,
+    client: ParityClient,
+    seed: int | None,
+    transport: Transport = "auto",
+    kv: KV = "keep",
+) -> ParityGeneration:
     """A backend with the sampling parameters of a trainer."""
     return ParityGeneration(
         model=trainer.model,
@@ -198,6 +219,8 @@ def generation_for(trainer: Any, client: ParityClient, seed: int | None) -> Pari
         generation_kwargs=trainer.args.generation_kwargs,
         client=client,
         seed=seed,
+        transport=transport,
+        kv=kv,
     )
 
 
@@ -227,6 +250,9 @@ class ParityRollout:
         token: its VLLM_PARITY_TOKEN, if it has one.
         seed: makes rollouts repeatable.
         timeout: seconds that one rollout may take.
+        transport: how weights travel: ``file`` through a directory that both sides see, ``http``,
+            or ``auto``.
+        kv: what becomes of the KV cache of requests in flight when weights change.
     """
 
     def __init__(
@@ -236,16 +262,22 @@ class ParityRollout:
         token: str | None = None,
         seed: int | None = None,
         timeout: float = 600.0,
+        transport: Transport = "auto",
+        kv: KV = "keep",
     ) -> None:
         self.client = ParityClient(server_url, token=token, timeout=timeout)
         self._seed = seed
+        self._transport: Transport = transport
+        self._kv: KV = kv
         self._generation: ParityGeneration | None = None
         self._synced_step = -1
 
     def __call__(self, prompts: Iterable[Any], trainer: Any) -> dict[str, Any]:
         """TRL's contract: prompt_ids, completion_ids and logprobs, one entry per prompt."""
         if self._generation is None:
-            self._generation = generation_for(trainer, self.client, self._seed)
+            self._generation = generation_for(
+                trainer, self.client, self._seed, self._transport, self._kv
+            )
         generation = self._generation
         if trainer.state.global_step != self._synced_step:
             generation.sync_weights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from trl import GRPOTrainer
@@ -13,6 +13,7 @@ from trl_callbacks.compat import log_metrics
 from trl_callbacks.config import ParityGRPOConfig
 from trl_callbacks.rollout import generation_for, log_update, padded_heads, unusable_rows
 from trl_callbacks.score_centering import score_centering_loss, valid_tokens
+from trl_callbacks.weight_sync import KV, Transport
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.mismatch import head_gap
@@ -85,7 +86,11 @@ class ParityGRPOTrainer(GRPOTrainer):
             support=config.score_centering_support,
         )
         self.vllm_generation = generation_for(
-            self, ParityClient(self._server_url(), token=self.parity.token), config.rollout_seed
+            self,
+            ParityClient(self._server_url(), token=self.parity.token),
+            config.rollout_seed,
+            cast(Transport, config.weight_transport),
+            cast(KV, config.weight_kv),
         )
 
     def _server_url(self) -> str:

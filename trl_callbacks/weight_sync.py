@@ -10,17 +10,15 @@ import contextlib
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from vllm_parity_plugin.client import ConnectionLost, ParityClient
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.weights.errors import UnknownUpload, UpdateInProgress
-from vllm_parity_plugin.weights.manifest import LORA_A, LORA_B, TensorSpec, compare_adapter
+from vllm_parity_plugin.weights.errors import ConflictError, UnknownUpload, UpdateInProgress
+from vllm_parity_plugin.weights.manifest import TensorSpec
 from vllm_parity_plugin.weights.messages import (
     Kind,
     UploadRequest,
@@ -28,18 +26,19 @@ from vllm_parity_plugin.weights.messages import (
     WeightUpdate,
     WeightUpdateResult,
 )
+from vllm_parity_plugin.weights.pusher import Pusher, Tensors
 from vllm_parity_plugin.weights.writer import header_bytes, write_policy
 from vllm_parity_plugin.wire import INCOMING
 
 Transport = Literal["auto", "file", "http"]
-Tensors = Iterable[tuple[str, torch.Tensor]]
+KV = Literal["keep", "recompute"]
 T = TypeVar("T")
 
 ATTEMPTS = 5
 """Times that a request is sent whose answer got lost: each is idempotent by version or by byte."""
 
 
-class WeightSync:
+class WeightSync(Pusher):
     """Pushes policies to one server, each with the next policy version.
 
     Args:
@@ -58,10 +57,8 @@ class WeightSync:
         self._client = client
         self._wait = wait
         info = client.weights_info()
-        self._expected = info.tensors
+        super().__init__(info.tensors, info.policy_version, info.adapter_base)
         self._model = info.model
-        self._adapter_base = info.adapter_base
-        self.policy_version = info.policy_version
         directory = client.visible_directory(info)
         if directory is None and transport == "file":
             raise ParityError(
@@ -77,83 +74,6 @@ class WeightSync:
     def transport(self) -> str:
         """How weights travel: ``file`` or ``http``."""
         return "http" if self._directory is None else "file"
-
-    @property
-    def expected(self) -> Mapping[str, TensorSpec]:
-        """The served model's tensors."""
-        return self._expected
-
-    def push(
-        self, tensors: Tensors, kv: Literal["keep", "recompute"] = "keep"
-    ) -> WeightUpdateResult:
-        """Send one complete policy.
-
-        Args:
-            tensors: (name, full tensor) pairs under the served checkpoint's names, taken one at a
-                time. Each is rounded once to the served dtype.
-            kv: what becomes of the KV cache of requests in flight.
-
-        Raises:
-            ManifestError: names or shapes that the served model does not have, or values that are
-                not finite; the served policy was not touched.
-            ParityError: the server failed; the message tells what it serves.
-        """
-        result = self._send(tensors, self._expected, "full", kv=kv)
-        self._adapter_base = result.policy_version
-        return result
-
-    def push_changed(
-        self, tensors: Mapping[str, torch.Tensor], kv: Literal["keep", "recompute"] = "keep"
-    ) -> WeightUpdateResult:
-        """Send only the tensors that changed since the last push.
-
-        Raises:
-            as :meth:`push`; ConflictError when the server meanwhile serves something else, or has
-            too many partial updates on top of each other: then push all.
-        """
-        specs = {
-            name: self._expected.get(name, TensorSpec(dtype="F32", shape=tuple(tensor.shape)))
-            for name, tensor in tensors.items()
-        }
-        result = self._send(
-            tensors.items(), specs, "changed", base_version=self.policy_version, kv=kv
-        )
-        self._adapter_base = result.policy_version
-        return result
-
-    def push_adapter(
-        self,
-        pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        scaling: float = 1.0,
-        kv: Literal["keep", "recompute"] = "keep",
-    ) -> WeightUpdateResult:
-        """Send a LoRA adapter; the server merges it into the last weights without one.
-
-        Args:
-            pairs: {served name without ``.weight``: (A [r, in], B [out, r])}. They travel in
-                float32; W_base + scaling * B A is rounded once, on the server.
-
-        Raises:
-            as :meth:`push`.
-        """
-        tensors = {
-            base + part: tensor
-            for base, pair in pairs.items()
-            for part, tensor in zip((LORA_A, LORA_B), pair, strict=True)
-        }
-        specs = {
-            name: TensorSpec(dtype="F32", shape=tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        }
-        compare_adapter(specs, self._expected)
-        return self._send(
-            tensors.items(),
-            specs,
-            "lora",
-            base_version=self._adapter_base,
-            scaling=scaling,
-            kv=kv,
-        )
 
     def _send(
         self, tensors: Tensors, specs: Mapping[str, TensorSpec], kind: Kind, **fields: Any
@@ -200,18 +120,23 @@ class WeightSync:
             raise
 
     def _send_bytes(self, upload: UploadStatus, data: memoryview) -> None:
-        """Send what is missing, from where the server stands after each broken connection."""
-        for attempt in range(ATTEMPTS):
+        """Send what is missing, from where the server stands after each broken connection, until
+        that many in a row brought nothing."""
+        received, lost, fruitless = upload.received, False, 0
+        while received < upload.total:
             try:
-                if upload.received < upload.total:
-                    with data[upload.received :] as rest:
-                        self._client.send(upload.upload_id, upload.received, upload.total, rest)
-                return
+                if lost:
+                    stands = self._client.upload_status(upload.upload_id).received
+                    fruitless = 0 if stands > received else fruitless
+                    received, lost = stands, False
+                with data[received:] as rest:
+                    sent = self._client.send(upload.upload_id, received, upload.total, rest)
+                received = sent.received
             except ConnectionLost:
-                if attempt == ATTEMPTS - 1:
+                lost, fruitless = True, fruitless + 1
+                if fruitless == ATTEMPTS:
                     raise
-                time.sleep(2.0**attempt / 4)
-                upload = self._client.upload_status(upload.upload_id)
+                time.sleep(2.0**fruitless / 8)
 
     def _until_known(
         self, version: int, ask: Callable[[], WeightUpdateResult]
@@ -219,8 +144,14 @@ class WeightSync:
         """Ask again until the outcome is known: the server answers a repeated version at once."""
         for attempt in range(ATTEMPTS):
             try:
-                return self._patiently(ask)
+                result = self._patiently(ask)
+                if not result.applied and attempt == 0:
+                    raise _someone_elses(version)
+                return result
             except (ConnectionLost, UnknownUpload) as error:
+                gone = isinstance(error, UnknownUpload)
+                if gone and attempt == 0:  # no answer of ours got lost: it was dropped
+                    raise
                 served = self._patiently(self._client.weights_info).policy_version
                 if served == version:
                     return WeightUpdateResult(
@@ -231,7 +162,7 @@ class WeightSync:
                         pause_seconds=0.0,
                         total_seconds=0.0,
                     )
-                if attempt == ATTEMPTS - 1 or isinstance(error, UnknownUpload):
+                if attempt == ATTEMPTS - 1 or gone:
                     raise
                 time.sleep(2.0**attempt / 4)
         raise AssertionError("unreachable")
@@ -246,3 +177,12 @@ class WeightSync:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.25)
+
+
+def _someone_elses(version: int) -> ConflictError:
+    return ConflictError(
+        f"The server already serves a policy version {version}.",
+        "Another trainer sent it, so these weights were not loaded.",
+        "let one trainer at a time send to a server; make a new WeightSync to go on from what it "
+        "serves.",
+    )

@@ -9,11 +9,14 @@ import torch
 
 from vllm_parity_plugin import __version__
 from vllm_parity_plugin.compat import vllm_version
+from vllm_parity_plugin.weights.checkpoint import has_tied_head
 from vllm_parity_plugin.weights.holder import holder
 
 PROBE_ROWS = 4
 BF16_SHARE = 0.5
 """An fp32 product gives about 0.00002, a bf16 one 1.0."""
+PROBED = "_parity_head_probe"
+"""Attribute of a loaded model: its head's probe when it was loaded."""
 
 
 def probe_head(model: torch.nn.Module) -> dict[str, Any] | None:
@@ -60,9 +63,14 @@ def _model_dtype(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def attest(worker: Any) -> dict[str, Any]:
-    """One worker's attestation, as plain values (see ``wire.WorkerStatus``)."""
-    config = worker.vllm_config
+def attest(worker: Any, probe: bool = True) -> dict[str, Any]:
+    """One worker's attestation, as plain values (see ``wire.WorkerStatus``).
+
+    Args:
+        probe: run the head now. Otherwise the probe of when it was loaded counts: an engine that
+            sleeps has no weights to run.
+    """
+    config, model = worker.vllm_config, worker.get_model()
     model_config = config.model_config
     runner = type(worker.model_runner)
     return {
@@ -71,7 +79,7 @@ def attest(worker: Any) -> dict[str, Any]:
         "plugin_version": __version__,
         "vllm_version": str(vllm_version()),
         "model_runner": f"{runner.__module__}.{runner.__qualname__}",
-        "head": probe_head(worker.get_model()),
+        "head": probe_head(model) if probe else model.__dict__.get(PROBED),
         "logprobs_mode": str(model_config.logprobs_mode),
         "max_logprobs": int(model_config.max_logprobs),
         "generation_config": str(model_config.generation_config),
@@ -81,7 +89,7 @@ def attest(worker: Any) -> dict[str, Any]:
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "vocab_size": int(model_config.get_vocab_size()),
-        "tied_embeddings": bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
+        "tied_embeddings": has_tied_head(worker.get_model()),
         "policy_version": holder(worker).version,
         "weights": holder(worker).phase,
     }

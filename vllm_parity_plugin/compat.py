@@ -93,6 +93,20 @@ async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
     return list(answers)
 
 
+def call_core(engine: Any, method: str, *args: Any) -> Any:
+    """What the engine core that ``engine`` drives answers to one utility call.
+
+    Args:
+        engine: ``LLMEngine`` (``LLM.llm_engine``). It has one core, in a process of its own
+            (``SyncMPClient``) or in this one (``InprocClient``): vLLM refuses ``LLM`` with
+            ``data_parallel_size`` above 1 in a single process.
+    """
+    client = engine.engine_core
+    if hasattr(client, "call_utility"):
+        return client.call_utility(method, *args)
+    return getattr(client.engine_core, method)(*args)
+
+
 async def rpc_every_worker(engine: Any, method: str, *args: Any) -> list[Any]:
     """What every worker of every engine core answers: one flat list, cores in rank order.
 

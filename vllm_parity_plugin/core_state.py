@@ -7,12 +7,12 @@ from typing import Any
 from vllm_parity_plugin.compat import call_every_core
 
 
-def parity_asleep(self: Any) -> bool:
-    """``EngineCore.parity_asleep``: whether the executor sleeps.
+def parity_asleep(self: Any) -> list[str]:
+    """``EngineCore.parity_asleep``: what the executor put to sleep: ``weights``, ``kv_cache``.
 
     ``EngineCore.is_sleeping`` (read in 0.31) is also true while generation is only paused.
     """
-    return bool(self.model_executor.is_sleeping)
+    return sorted(self.model_executor.sleeping_tags)
 
 
 async def asleep(engine: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -27,6 +28,7 @@ from vllm_parity_plugin.rules import (
 from vllm_parity_plugin.serving import check_model_path
 from vllm_parity_plugin.settings import ENV_PREFIX, ParitySettings, load_settings
 from vllm_parity_plugin.table import startup_table
+from vllm_parity_plugin.weights.staging import remove_private
 
 HEAD_DTYPE = "float32"
 
@@ -77,6 +79,8 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
         if settings.mode == "strict":
             refuse_unsafe(reports)
         _announce(decisions, reports, settings)
+        if multiprocessing.parent_process() is None:
+            atexit.register(remove_private, os.getpid())
         _warn_of_rust_front_end()
         return config
 

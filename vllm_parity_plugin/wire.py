@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
@@ -22,10 +22,16 @@ MARKER_FILE = ".vllm-parity"
 """File in the weights directory that holds the server's id, to tell a shared directory."""
 INCOMING = "parity-"
 """Prefix of the files that trainers write there; abandoned ones are removed by it."""
+MAX_SEQUENCES = 2**16
+"""Completions of one rollout request: prompts times n."""
+INT32 = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
+Seed = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # NaN as a temperature would reach the sampler, past every comparison.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class HeadStatus(_Message):
@@ -85,15 +91,15 @@ class Sampling(_Message):
 
     temperature: float = Field(default=1.0, ge=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, le=INT32)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    max_tokens: int = Field(default=16, ge=1)
-    min_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: list[int] | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    max_tokens: int = Field(default=16, ge=1, le=INT32)
+    min_tokens: int = Field(default=0, ge=0, le=INT32)
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
 
 
@@ -103,11 +109,20 @@ class RolloutRequest(_Message):
     ``seeds``, when given, has one entry per prompt; completion j of a prompt uses ``seed + j``.
     """
 
-    prompts: list[list[int]] = Field(min_length=1)
-    n: int = Field(default=1, ge=1)
-    head_size: int = Field(default=0, ge=0)
-    seeds: list[int] | None = None
+    prompts: list[list[int]] = Field(min_length=1, max_length=MAX_SEQUENCES)
+    n: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
+    head_size: int = Field(default=0, ge=0, le=INT32)
+    seeds: list[Seed] | None = None
     sampling: Sampling = Sampling()
+
+    @model_validator(mode="after")
+    def _bounded(self) -> RolloutRequest:
+        if len(self.prompts) * self.n > MAX_SEQUENCES:
+            raise ValueError(
+                f"{len(self.prompts)} prompts times n={self.n} are more than {MAX_SEQUENCES} "
+                "completions: they would hold the server for very long. Fix: send several requests"
+            )
+        return self
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_parity_plugin.attestation import attest, computes_in_fp32, probe_head
+from vllm_parity_plugin.attestation import PROBED, attest, computes_in_fp32, probe_head
 from vllm_parity_plugin.cpu_seeds import protect_seeded_requests
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.settings import load_settings
@@ -29,7 +29,8 @@ def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     record_checkpoint()
     protect_seeded_requests()
     result = self.worker.load_model(*args, **kwargs)
-    head = probe_head(self.worker.get_model())
+    model = self.worker.get_model()
+    head = model.__dict__[PROBED] = probe_head(model)
     if settings.mode != "observe" and head is not None and not computes_in_fp32(head):
         raise ParityError(
             f"The loaded lm_head computes in bfloat16 although head_dtype is float32: its logits "
@@ -43,13 +44,14 @@ def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def parity_attest(self: Any, manifest: bool = False) -> dict[str, Any]:
+def parity_attest(self: Any, manifest: bool = False, probe: bool = True) -> dict[str, Any]:
     """``WorkerBase.parity_attest``: what this worker really runs (see ``attestation.attest``).
 
     Args:
         manifest: also list the tensors that a weight update must carry.
+        probe: run the head; not possible while the weights sleep.
     """
-    report = attest(self)
+    report = attest(self, probe)
     if manifest:
         report["expected"] = expected_tensors(self.get_model())
     return report

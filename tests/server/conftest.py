@@ -31,8 +31,10 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="package")
 def untied_server(tiny_model: Callable[[Kind], Path], fault: dict[str, str]) -> Iterator[Server]:
-    """Untied model with an opinion on sampling, started with flags that contradict the rules."""
-    with serve(tiny_model("gc"), *LONG, *CONFLICTS, env=fault) as running:
+    """Untied model with an opinion on sampling, started with flags that contradict the rules.
+    Uploads end after 3 s of silence."""
+    env = {**fault, "VLLM_PARITY_UPLOAD_TIMEOUT": "3"}
+    with serve(tiny_model("gc"), *LONG, *CONFLICTS, env=env) as running:
         yield running
 
 
@@ -65,6 +67,10 @@ def tied_server(
 def observe_server(tiny_model: Callable[[Kind], Path]) -> Iterator[Server]:
     """Mode observe: vLLM's own head and prefix cache; a tied model with an opinion; K = V."""
     args = (*LONG, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "512")
-    env = {"VLLM_PARITY_MODE": "observe", "VLLM_PARITY_HEAD_SIZE": "512"}
+    env = {
+        "VLLM_PARITY_MODE": "observe",
+        "VLLM_PARITY_HEAD_SIZE": "512",
+        "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own lifecycle routes are there too
+    }
     with serve(tiny_model("tied-gc"), *args, env=env) as running:
         yield running

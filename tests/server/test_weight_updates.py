@@ -380,6 +380,40 @@ def test_w11_a_tied_head_must_not_be_sent(tied: tuple[Subject, str]) -> None:
     )
 
 
+def test_w11_a_checkpoint_with_a_copy_of_its_tied_head(
+    tiny_model: Callable[[Kind], Path], tmp_path: Path
+) -> None:
+    """W11: Qwen3-0.6B's checkpoint: config tied, head stored all the same. vLLM calls it untied,
+    loads both, finds them equal and ties them. A trainer has the embedding only: that is what is
+    expected, and the head follows it, also when an update lies on top of the checkpoint."""
+    path = tiny_model("tied-copy")
+    old = weights_of(path)
+    embedding = "model.embed_tokens.weight"
+    new = {n: t for n, t in noisy(old, seed=15, only="embed_tokens").items() if "lm_head" not in n}
+    save_file(new, tmp_path / "full.safetensors")
+    save_file({embedding: new[embedding]}, tmp_path / "changed.safetensors")
+    sampling = {"max_tokens": 16, "seed": 0, "ignore_eos": True}
+    generate = {"op": "generate", "prompts": PROMPTS, "sampling": sampling}
+
+    def job(kind: str) -> dict[str, Any]:
+        file = str(tmp_path / f"{kind}.safetensors")
+        apply = {"op": "apply", "path": file, "version": 1, "kind": kind}
+        steps = [{"op": "manifest"}, {"op": "attest"}, apply, generate]
+        return {"kind": "llm", "args": {"model": str(path)}, "steps": steps}
+
+    for result in run_jobs([job("full"), job("changed")], tmp_path):
+        assert result["error"] is None, result["error"]
+        expected, attested, _, found = result["steps"]
+        assert expected.keys() == new.keys()
+        assert attested[0]["tied_embeddings"] is True
+        ids = [choice["token_ids"] for choice in found]
+        logprobs = np.concatenate([choice["logprobs"] for choice in found])
+        tied = new | {"lm_head.weight": new[embedding]}
+        right = np.abs(logprobs - reference(path, PROMPTS, ids, weights=tied)).mean()
+        wrong = np.abs(logprobs - reference(path, PROMPTS, ids, weights=old)).mean()
+        assert right <= SAME < wrong / FACTOR
+
+
 def test_w18_two_updates_at_once(untied: Subject) -> None:
     """W18: of two updates at the same time, each is applied or refused, and one policy results."""
     served = untied.client.status().policy_version
@@ -456,6 +490,47 @@ def test_w7_without_a_copy_it_stays_paused(
     assert client.http.get("/health").status_code == 200
     subject.serves(new, subject.original)
     subject.restore()
+
+
+def test_w7_an_update_of_a_sleeping_engine(
+    observe_server: Server, tiny_model: Callable[[Kind], Path]
+) -> None:
+    """W7: refused, because its weights are not in memory; the engine lives, and takes the update
+    when it is awake. Being paused is not being asleep."""
+    subject = Subject(observe_server, tiny_model("tied-gc"))
+    client, new = subject.client, noisy(subject.original, seed=14)
+    assert client.http.post("/sleep", params={"level": 1}).status_code == 200
+    answer = client.update(new)
+    assert answer.status_code == 409
+    assert "The engine sleeps" in answer.text
+    assert client.http.get("/health").status_code == 200
+    assert client.http.post("/wake_up").status_code == 200
+    assert client.http.post("/v1/parity/pause").status_code == 204
+    accepted(client.update(new))
+    assert client.status().state == "paused"  # by hand, so it stays so
+    assert client.http.post("/v1/parity/resume").status_code == 204
+    subject.serves(new, subject.original, "bfloat16")
+    subject.restore()
+
+
+def test_w7_lifecycle_routes_wait_for_the_update(untied: Subject, fault: dict[str, str]) -> None:
+    """W7, W18: while an update is applied, pausing and resuming by hand are refused with 409, and
+    neither gets in its way."""
+    codes: list[int] = []
+    versions = untied.client.status().policy_version
+    with ThreadPoolExecutor() as pool:
+        updates = [
+            pool.submit(Client(untied.server).update, noisy(untied.original, seed=40 + i), v)
+            for i, v in enumerate(range(versions + 1, versions + 4))
+        ]
+        while not all(update.done() for update in updates):
+            for path in ("pause", "resume"):
+                codes.append(untied.client.http.post(f"/v1/parity/{path}").status_code)
+    untied.client.http.post("/v1/parity/resume")
+    assert set(codes) <= {204, 409}
+    assert any(update.result().status_code == 200 for update in updates)
+    status = untied.client.status()
+    assert status.state == "serving"
 
 
 def long_prompt_logprobs(subject: Subject) -> tuple[np.ndarray, list[list[int]], int]:

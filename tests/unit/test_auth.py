@@ -325,6 +325,7 @@ def parity_app(state: SimpleNamespace) -> FastAPI:
         return request.client.host if request.client else "nobody"
 
     app.exception_handler(HTTPException)(as_vllm_does)
+    app.router.route_class = type(routes.router.routes[0])
     app.get("/probe", dependencies=[Depends(routes._state)])(probe)
     return app
 

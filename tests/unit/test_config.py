@@ -85,6 +85,14 @@ def test_weights_come_from_the_settings() -> None:
     assert config(score_centering_weight="mis").weight() == MaskedWeight(0.5, 5.0)
 
 
+@pytest.mark.parametrize("values", [{"weight_transport": "nccl"}, {"weight_kv": "drop"}])
+def test_choices_are_checked(values: dict[str, Any]) -> None:
+    """A transport or KV treatment that does not exist is refused by name, before training."""
+    ((name, value),) = values.items()
+    with pytest.raises(ParityError, match=f"{name}='{value}'"):
+        config(**values)
+
+
 def test_every_setting_of_ours_is_documented() -> None:
     """The help string under a field is its documentation, so it must be there."""
     own = set(ParityGRPOConfig.__annotations__)

@@ -430,7 +430,7 @@ class Recorder:
 
     fail_at: int | None = None
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, transport: str) -> None:
         self.expected = client.expected
         self.pushed: list[dict[str, torch.Tensor]] = []
 

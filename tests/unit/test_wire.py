@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.weights.messages import MAX_VERSION, UploadRequest, WeightUpdate
-from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
+from vllm_parity_plugin.wire import MAX_SEQUENCES, Rollout, RolloutRequest, Sampling
 
 
 def rollout(lengths: list[int], head_size: int = 3) -> Rollout:
@@ -113,3 +113,44 @@ def test_l6_unset_sampling_is_neutral() -> None:
     assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.min_p) == (1.0, 1.0, 0, 0.0)
     assert neutral.repetition_penalty == 1.0
     assert neutral.presence_penalty == neutral.frequency_penalty == 0.0
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "presence_penalty", "repetition_penalty"])
+def test_numbers_are_finite(field: str, value: str) -> None:
+    """NaN passes every comparison, and would reach the sampler of all requests."""
+    with pytest.raises(ValidationError, match="finite"):
+        Sampling.model_validate_json(f'{{"{field}": {value}}}')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 2**31},
+        {"max_tokens": 2**31},
+        {"min_tokens": 10**30},
+        {"stop_token_ids": [2**31]},
+        {"stop_token_ids": [-1]},
+        {"logit_bias": {2**31: 1.0}},
+    ],
+    ids=str,
+)
+def test_numbers_fit_the_engine(fields: dict[str, object]) -> None:
+    """Its arrays hold int32; what does not fit would fail in a worker, for everybody."""
+    with pytest.raises(ValidationError):
+        Sampling(**fields)
+
+
+def test_work_of_one_request_is_bounded() -> None:
+    """65,536 completions, as prompts, as n, or as both; seeds leave room for ``seed + j``."""
+    most = RolloutRequest(prompts=[[1]], n=MAX_SEQUENCES)
+    assert most.n == len(RolloutRequest(prompts=[[1]] * MAX_SEQUENCES).prompts) == 65_536
+    with pytest.raises(ValidationError, match="less than or equal to 65536"):
+        RolloutRequest(prompts=[[1]], n=MAX_SEQUENCES + 1)
+    with pytest.raises(ValidationError, match="at most 65536 items"):
+        RolloutRequest(prompts=[[1]] * (MAX_SEQUENCES + 1))
+    with pytest.raises(ValidationError, match="3 prompts times n=21846"):
+        RolloutRequest(prompts=[[1]] * 3, n=21_846)
+    assert RolloutRequest(prompts=[[1]] * 3, n=21_845)
+    with pytest.raises(ValidationError):
+        RolloutRequest(prompts=[[1]], seeds=[2**63])

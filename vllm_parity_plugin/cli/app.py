@@ -38,6 +38,12 @@ def check(
         print(status.model_dump_json(indent=2))
     else:
         Console().print(attestation_table(status))
+    if status.state == "unhealthy":
+        raise ParityError(
+            f"{url} holds no complete policy: {status.failure}.",
+            "It answers 503 instead of sampling from a mixture.",
+            "send a full weight update (docs/weight-updates.md), or restart the server.",
+        )
     problems = violations(status)
     if problems:
         raise ParityError(
@@ -102,16 +108,19 @@ def violations(status: Status) -> list[str]:
             for name, (value, wanted) in found.items()
             if value != wanted
         ]
-    if status.state == "unhealthy":
-        problems.append("the last weight update failed")
     return problems
+
+
+def _progress(status: Status) -> str:
+    going = status.in_progress
+    return "" if going is None else f", {going.phase} of version {going.version} in progress"
 
 
 def attestation_table(status: Status) -> Table:
     """One column per worker."""
     table = Table(
         title=f"{status.model}: {status.state}, policy version {status.policy_version}, "
-        f"mode {status.mode}",
+        f"mode {status.mode}{_progress(status)}",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from collections.abc import Callable, Coroutine, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.weights.errors import (
@@ -27,20 +34,61 @@ STATUS: tuple[tuple[type[ParityError], int, str], ...] = (
 """First match wins."""
 
 
+class Problem(BaseModel):
+    """What went wrong, as vLLM's own routes say it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """Body of every error."""
+
+    error: Problem
+
+
+class Unauthorised(BaseModel):
+    """Body of a 401: ours, or the one word of vLLM's check of ``--api-key``."""
+
+    error: Problem | str
+
+
 def answer_error(request: Request, error: Exception) -> JSONResponse:
     """Exception handler of every ``ParityError``."""
     status = next(status for kind, status, _ in STATUS if isinstance(error, kind))
     return answer(status, str(error), type(error).__name__)
 
 
-def answer(status: int, message: str, kind: str) -> JSONResponse:
+def answer(
+    status: int, message: str, kind: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """An error in the shape of vLLM's own, with ``Retry-After`` where trying again helps."""
-    headers = {"retry-after": "5"} if status == 503 else None
+    retry = {"retry-after": "5"} if status == 503 else {}
     body = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": body}, status, headers=headers)
+    return JSONResponse({"error": body}, status, headers=retry | dict(headers or {}))
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, str]]:
+class Route(APIRoute):
+    """A route whose every HTTP error has that shape, FastAPI's own too (a body that is no text),
+    whatever handlers the application has."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        original = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                response: Response = await original(request)
+            except HTTPException as error:
+                kind = HTTPStatus(error.status_code).phrase
+                return answer(error.status_code, str(error.detail), kind, error.headers)
+            return response
+
+        return handler
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI ``responses`` of a route that can answer these errors, and what every route can."""
     general = {
         401: "no valid credential",
@@ -56,6 +104,9 @@ def documented(*statuses: int) -> dict[int | str, dict[str, str]]:
         503: "no complete policy is loaded, or the engine is gone",
     }
     return {
-        status: {"description": texts[status]}
+        status: {
+            "description": texts[status],
+            "model": Unauthorised if status == 401 else ErrorAnswer,
+        }
         for status in sorted({400, 401, 404, 422, 429, 503, *statuses})
     }

@@ -10,8 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from fastapi import HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi import HTTPException
 
 from vllm_parity_plugin.wire import TOKEN_HEADER
 
@@ -200,9 +199,3 @@ class TooManyFailures(HTTPException):
             f"(it is let in at once), or wait {seconds} s for the answer that tells which.",
             headers={"Retry-After": str(seconds)},
         )
-
-
-async def answer_too_many(request: Request, error: TooManyFailures) -> JSONResponse:
-    """Handler of ``TooManyFailures``: vLLM's own answers HTTP errors without their headers."""
-    body = {"message": error.detail, "type": "Too Many Requests", "param": None, "code": 429}
-    return JSONResponse({"error": body}, 429, headers=dict(error.headers or {}))

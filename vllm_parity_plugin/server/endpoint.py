@@ -31,14 +31,12 @@ class ParityEndpoint:
 
     def attach_router(self, app: Any) -> None:
         from vllm_parity_plugin.server.answers import answer_error
-        from vllm_parity_plugin.server.auth import TooManyFailures, answer_too_many
         from vllm_parity_plugin.server.gate import ParityGate
         from vllm_parity_plugin.server.routes import router
 
         app.include_router(router)
         app.add_middleware(ParityGate)
         app.add_exception_handler(ParityError, answer_error)
-        app.add_exception_handler(TooManyFailures, answer_too_many)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Check every worker, then make the routes usable.
@@ -117,6 +115,7 @@ class ServerState:
         Raises:
             ParityError: a worker does not know the question: the plugin is not loaded there.
         """
+        updating = self.updates.staging.updating() is not None
         try:
             reports = await compat.rpc_every_worker(self.engine, "parity_attest")
         except Exception as error:
@@ -130,7 +129,7 @@ class ServerState:
             model=str(model_config.model),
             max_model_len=int(model_config.max_model_len),
             head_size=self.head_limit,
-            state=await self._state(workers),
+            state=await self._state(workers, updating),
             failure=self.updates.staging.failure,
             in_progress=self.updates.in_progress(),
             policy_version=min(worker.policy_version for worker in workers),
@@ -146,13 +145,14 @@ class ServerState:
             limits.append(config.max_logprobs)
         return int(min(limits))
 
-    async def _state(self, workers: list[WorkerStatus]) -> State:
+    async def _state(self, workers: list[WorkerStatus], updating: bool) -> State:
         if self.updates.staging.failure is not None:
             return "unhealthy"
         if self.updates.staging.updating() is not None:
             return "updating"
         if any(worker.weights == "mixed" for worker in workers):
-            return "unhealthy"
+            # Workers that were asked during another process's update answered half-loaded.
+            return "updating" if updating else "unhealthy"
         return "paused" if await self.engine.is_paused() else "serving"
 
 

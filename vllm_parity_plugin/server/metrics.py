@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm_parity_plugin.weights.messages import Outcome
 from vllm_parity_plugin.weights.swap import Record
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -26,6 +28,8 @@ class WeightMetrics:
             "paused), aborted (upload whose trainer went silent).",
             ["outcome"],
         )
+        for outcome in get_args(Outcome):  # a rate needs the 0 before the first 1
+            self.updates.labels(outcome)
         self.pause = Histogram(
             "vllm_parity:weight_update_pause_seconds",
             "Time that generation was paused by an update.",

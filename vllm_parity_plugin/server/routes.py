@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from typing import Annotated, Any
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
+from starlette.requests import ClientDisconnect
 
-from vllm_parity_plugin.server.answers import documented
+from vllm_parity_plugin.server.answers import Route, documented
 from vllm_parity_plugin.server.auth import TooManyFailures, authorised
 from vllm_parity_plugin.server.gate import unhealthy
 from vllm_parity_plugin.server.rollouts import rollout
@@ -20,7 +23,8 @@ from vllm_parity_plugin.weights.messages import (
 )
 from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, RolloutRequest, Status
 
-CONTENT_RANGE = r"^bytes \d{1,18}-\d{1,18}/(\d{1,18}|\*)$"
+CONTENT_RANGE = r"^bytes [0-9]{1,18}-[0-9]{1,18}/([0-9]{1,18}|\*)$"
+T = TypeVar("T")
 
 
 def _state(request: Request) -> Any:
@@ -48,7 +52,7 @@ def _state(request: Request) -> Any:
 
 
 State = Annotated[Any, Depends(_state)]
-router = APIRouter(prefix=PREFIX, tags=["vllm-parity"])
+router = APIRouter(prefix=PREFIX, tags=["vllm-parity"], route_class=Route)
 
 
 @router.get("/status", responses=documented())
@@ -86,7 +90,7 @@ async def upload_status(state: State, upload_id: str) -> UploadStatus:
     return result
 
 
-@router.put("/weights/uploads/{upload_id}", responses=documented(416))
+@router.put("/weights/uploads/{upload_id}", responses=documented(409, 416, 507))
 async def write_upload(
     state: State,
     request: Request,
@@ -96,10 +100,13 @@ async def write_upload(
     ],
 ) -> UploadStatus:
     """Bytes of the data section: all of it, what is missing, or one tensor's range again."""
-    begin, last = map(int, re.findall(r"\d+", content_range)[:2])
-    result: UploadStatus = await state.updates.uploads.write(
-        upload_id, begin, last + 1, request.stream()
-    )
+    begin, last, *total = map(int, re.findall(r"\d+", content_range))
+    try:
+        result: UploadStatus = await state.updates.uploads.write(
+            upload_id, begin, last + 1, request.stream(), *total
+        )
+    except ClientDisconnect:  # what arrived is kept
+        raise _nobody_listens() from None
     return result
 
 
@@ -117,15 +124,38 @@ async def drop_upload(state: State, upload_id: str) -> None:
 
 
 @router.post("/rollouts", response_class=Response, responses=documented(411, 413))
-async def rollouts(state: State, request: RolloutRequest) -> Response:
+async def rollouts(state: State, request: RolloutRequest, connection: Request) -> Response:
     """Completions with sampler heads, as one safetensors body."""
     if (failure := state.updates.staging.failure) is not None:
         raise HTTPException(503, unhealthy(failure))
     try:
-        result = await rollout(state, request)
+        result = await _while_connected(connection, rollout(state, request))
     except ValueError as error:  # vLLM's word on parameters
         raise HTTPException(422, str(error)) from None
     return Response(result.to_bytes(), media_type="application/vnd.safetensors")
+
+
+async def _while_connected(connection: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which ends when its caller hangs up: nobody would read it."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_hung_up(connection))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _nobody_listens()
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hung_up(connection: Request) -> None:
+    while (await connection.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nobody_listens() -> HTTPException:
+    return HTTPException(400, "The caller hung up.")
 
 
 @router.post("/pause", status_code=204, responses=documented(409))

@@ -56,12 +56,32 @@ def expected_tensors(model: torch.nn.Module) -> dict[str, tuple[str, list[int]]]
     record = model.__dict__.get(RECORD)
     if not record:
         return None
-    config: Any = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    tied = bool(getattr(text_config, "tie_word_embeddings", False))
+    tied = has_tied_head(model)
     return {
         name: spec
         for name, spec in record.items()
         if not name.endswith("rotary_emb.inv_freq")
         and not (tied and name.endswith("lm_head.weight"))
     }
+
+
+def has_tied_head(model: torch.nn.Module) -> bool:
+    """Whether the head is the embedding.
+
+    Asked of the tensors first: a checkpoint that holds a copy of a tied head (Qwen3-0.6B does)
+    makes vLLM say that the head is untied, and tie it again when both turn out to be equal.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    vocabulary = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    heads = [m.weight for m in vocabulary if isinstance(m, ParallelLMHead)]
+    embeddings = [m.weight for m in vocabulary if not isinstance(m, ParallelLMHead)]
+    if any(head is embedding for head in heads for embedding in embeddings):
+        return True
+    # On a pipeline stage that holds one of the two, the configuration is all there is.
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text_config, "tie_word_embeddings", False))

@@ -94,6 +94,7 @@ class WeightHolder:
 
         def load() -> None:
             self._pending, self.phase = None, "mixed"
+            _check_files(stack)  # they lay there for as long as they were served
             load_stack(self._worker, stack)
             self.stack, self.phase = stack, "committed"
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Set
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict
@@ -220,6 +220,22 @@ def _check_names(arrived: Set[str], wanted: Set[str], source: str) -> None:
                 else "."
             ),
         )
+
+
+def changed_names(
+    kind: Literal["full", "changed", "lora"],
+    arrived: Mapping[str, TensorSpec],
+    expected: Mapping[str, TensorSpec],
+) -> list[str] | None:
+    """Names of the served tensors that an update changes, checked; None for all of them.
+
+    Raises:
+        ManifestError: see :func:`compare` and :func:`compare_adapter`.
+    """
+    if kind == "lora":
+        return compare_adapter(arrived, expected)
+    compare(arrived, expected, partial=kind == "changed")
+    return None if kind == "full" else list(arrived)
 
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"

@@ -18,7 +18,7 @@ Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Progress(_Message):

@@ -33,17 +33,7 @@ class Served:
         """
         if self._expected is None:
             reports = await self._engine.collective_rpc("parity_attest", kwargs={"manifest": True})
-            record = next((r["expected"] for r in reports if r["expected"]), None)
-            if record is None:
-                raise ConflictError(
-                    "This server did not load its model from a checkpoint.",
-                    "The plugin cannot tell whether a weight update is complete.",
-                    "start vllm serve with a model directory and the default --load-format.",
-                )
-            self._expected = {
-                name: TensorSpec(dtype=dtype, shape=tuple(shape))
-                for name, (dtype, shape) in record.items()
-            }
+            self._expected = expected_tensors(reports)
         return self._expected
 
     async def model_identity(self) -> str:
@@ -57,18 +47,7 @@ class Served:
         Raises:
             ApplyError: they disagree, or one holds a mixture.
         """
-        reports = await self.on_workers("report")
-        stacks = {str(report["stack"]): report for report in reports}
-        mixed = [report["rank"] for report in reports if report["phase"] == "mixed"]
-        if len(stacks) > 1 or mixed:
-            versions = sorted({report["version"] for report in reports})
-            raise ApplyError(
-                f"The workers hold policy versions {versions}"
-                + (f", those of rank {mixed} half-loaded." if mixed else "."),
-                "They would sample from a mixture.",
-                "send a full update with a new version.",
-            )
-        return tuple(Layer(**layer) for layer in reports[0]["stack"])
+        return common_stack(await self.on_workers("report"))
 
     async def policy_version(self) -> int:
         """Version that the workers hold.
@@ -90,6 +69,43 @@ class Served:
     async def on_workers(self, action: str, *args: Any) -> list[dict[str, Any]]:
         """One step of a transaction on every worker of every engine (see ``WeightHolder``)."""
         return await compat.rpc_every_worker(self._engine, "parity_weights", action, *args)
+
+
+def expected_tensors(attested: list[dict[str, Any]]) -> dict[str, TensorSpec]:
+    """The tensors a full update must carry, by the workers' attestations.
+
+    Raises:
+        ConflictError: the model was not loaded from a checkpoint, so nobody knows.
+    """
+    record = next((report["expected"] for report in attested if report["expected"]), None)
+    if record is None:
+        raise ConflictError(
+            "This engine did not load its model from a checkpoint.",
+            "The plugin cannot tell whether a weight update is complete.",
+            "start it with a model directory and the default --load-format.",
+        )
+    return {
+        name: TensorSpec(dtype=dtype, shape=tuple(shape)) for name, (dtype, shape) in record.items()
+    }
+
+
+def common_stack(reports: list[dict[str, Any]]) -> Stack:
+    """What the workers hold, when all hold the same.
+
+    Raises:
+        ApplyError: they disagree, or one holds a mixture.
+    """
+    stacks = {str(report["stack"]): report for report in reports}
+    mixed = [report["rank"] for report in reports if report["phase"] == "mixed"]
+    if len(stacks) > 1 or mixed:
+        versions = sorted({report["version"] for report in reports})
+        raise ApplyError(
+            f"The workers hold policy versions {versions}"
+            + (f", those of rank {mixed} half-loaded." if mixed else "."),
+            "They would sample from a mixture.",
+            "send a full update with a new version.",
+        )
+    return tuple(Layer(**layer) for layer in reports[0]["stack"])
 
 
 def plain(stack: Stack) -> list[dict[str, Any]]:

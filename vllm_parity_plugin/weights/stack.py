@@ -7,12 +7,14 @@ is what a failed update goes back to, and what a changed or lora update builds o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from vllm_parity_plugin.weights.errors import ConflictError
-from vllm_parity_plugin.weights.messages import Manifest
+from vllm_parity_plugin.weights.manifest import LORA_A, read_header
+from vllm_parity_plugin.weights.messages import Kind, Manifest
 
 MAX_LAYERS = 16
 """Updates on top of a base before a full one is due: it bounds the files that are kept."""
@@ -60,7 +62,8 @@ def check_base(stack: Stack, update: Manifest) -> None:
     """
     if update.kind == "full":
         return
-    served = stack[-1].version if update.kind == "changed" else adapter_base(stack)
+    below = stack if update.kind == "changed" else _without_adapter(stack)
+    served = below[-1].version
     if update.base_version != served:
         what = "serves" if update.kind == "changed" else "holds, under its adapter,"
         raise ConflictError(
@@ -76,9 +79,9 @@ def check_base(stack: Stack, update: Manifest) -> None:
             "A fused weight needs all of its parts, changed or not.",
             "send a full update, or start the server with VLLM_PARITY_ROLLBACK=keep.",
         )
-    if len(stack) >= MAX_LAYERS:
+    if len(below) >= MAX_LAYERS:
         raise ConflictError(
-            f"{len(stack) - 1} partial updates lie on top of the last full one.",
+            f"{len(below) - 1} partial updates lie on top of the last full one.",
             "Each keeps its file, and memory for them is bounded.",
             "send a full update.",
         )
@@ -89,6 +92,16 @@ def extend(stack: Stack, layer: Layer) -> Stack:
     if layer.kind == "full":
         return (layer,)
     return (*(_without_adapter(stack) if layer.kind == "lora" else stack), layer)
+
+
+def losing_adapter(stack: Stack, kind: Kind) -> list[str]:
+    """Served tensors that lose an adapter when an update of ``kind`` comes: the next adapter may
+    have other targets, and these must then be loaded again without the old one."""
+    top = stack[-1]
+    if kind != "lora" or top.kind != "lora" or top.file is None:
+        return []
+    names = read_header(Path(top.file)).tensors
+    return [name.removesuffix(LORA_A) + ".weight" for name in names if name.endswith(LORA_A)]
 
 
 def group(name: str) -> str:

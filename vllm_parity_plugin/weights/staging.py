@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import multiprocessing
 import os
 import secrets
 import shutil
@@ -20,12 +21,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.weights.errors import ManifestError, UpdateInProgress
+from vllm_parity_plugin.log import logger
+from vllm_parity_plugin.weights.errors import ManifestError, OutOfSpace, UpdateInProgress
 from vllm_parity_plugin.wire import INCOMING, MARKER_FILE
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "vllm-parity-"
 FAILURE, TRANSACTION, OPENING = ".failure", ".transaction", ".opening"
+OWNER = ".owner-"
+"""Prefix of an empty file that names the process by which several API servers were started."""
+DIGITS = 10
+"""Width of a version in the transaction's file."""
 YOUNG = 60.0
 """Seconds for which a private directory without a lock may be one that is just being made."""
 SET, UPLOAD = ".set-", ".upload"
@@ -57,13 +63,17 @@ class Staging:
         if directory is None:
             _check_private(self.path)
         self._alive = self._open(server_id)
+        self._unwritten: str | None = None
+        """A failure that the full or closed directory did not take."""
         if directory is None:
             # Held for life, so that nobody takes the directory for that of a dead server.
             weakref.finalize(self, _leave, str(self.path), self._alive, os.getpid())
+            if (main := multiprocessing.parent_process()) is not None:
+                (self.path / f"{OWNER}{main.pid}").touch(mode=0o600)
 
     def _open(self, server_id: str) -> int:
         """Descriptor of the marker with a shared lock; the first process cleans what it finds."""
-        with _locked(self.path / OPENING):
+        with locked(self.path / OPENING):
             marker = os.open(self.path / MARKER_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             if _try_lock(marker, fcntl.LOCK_EX):
                 for pattern in LEFTOVERS:  # a directory may be the user's: nothing else goes
@@ -102,12 +112,7 @@ class Staging:
         try:
             mode = path.lstat().st_mode
         except OSError as error:
-            raise ManifestError(
-                f"There is no file {name!r} in the weights directory ({error.strerror}).",
-                "Nothing arrived that could be loaded.",
-                f"write it to {self.path} before sending the request (on a remote trainer, upload "
-                "it, or share that directory and start the server with VLLM_PARITY_WEIGHTS_DIR).",
-            ) from None
+            raise self._missing(name, error) from None
         if not stat.S_ISREG(mode):
             raise _not_regular(name)
         if not os.access(path, os.R_OK):
@@ -118,6 +123,26 @@ class Staging:
             )
         return path
 
+    def _missing(self, name: str, error: OSError) -> ManifestError:
+        return ManifestError(
+            f"There is no file {name!r} in the weights directory ({error.strerror}).",
+            "Nothing arrived that could be loaded.",
+            f"write it to {self.path} before sending the request (on a remote trainer, upload it, "
+            "or share that directory and start the server with VLLM_PARITY_WEIGHTS_DIR).",
+        )
+
+    @contextlib.contextmanager
+    def usable(self) -> Iterator[None]:
+        """Raise OutOfSpace for a directory that is full, or closed to this process."""
+        try:
+            yield
+        except OSError as error:
+            raise OutOfSpace(
+                f"{self.path} takes nothing from the server ({error.strerror}).",
+                "The update could not be staged, so nothing was touched.",
+                "free space there, or give the directory back to the user that runs the server.",
+            ) from None
+
     @contextlib.contextmanager
     def taken(self, given: Path, version: int) -> Iterator[Path]:
         """Take over a file for one update; it goes back if the update is not served.
@@ -125,13 +150,17 @@ class Staging:
         From here on no name that the trainer knows leads to the file.
         """
         path = self.path / f"{SET}{version}-{secrets.token_hex(4)}.safetensors"
-        os.rename(given, path)
+        with self.usable():
+            try:
+                os.rename(given, path)
+            except FileNotFoundError as error:  # removed since it was resolved
+                raise self._missing(given.name, error) from None
         try:
             if not stat.S_ISREG(path.lstat().st_mode):  # swapped since it was resolved
                 raise _not_regular(given.name)
             yield path
         except Exception:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.rename(path, given)
             raise
 
@@ -165,8 +194,10 @@ class Staging:
 
         Raises:
             UpdateInProgress: another update holds it.
+            OutOfSpace: the directory is full, or closed to this process.
         """
-        file = os.open(self.path / TRANSACTION, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with self.usable():
+            file = os.open(self.path / TRANSACTION, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             if not _try_lock(file, fcntl.LOCK_EX):
                 raise UpdateInProgress(
@@ -174,10 +205,12 @@ class Staging:
                     "Two at once would mix policies.",
                     "wait for it, then send this one again.",
                 )
-            os.ftruncate(file, 0)
-            os.pwrite(file, str(version).encode(), 0)
+            with self.usable():
+                os.pwrite(file, f"{version:{DIGITS}}".encode(), 0)
             yield
-            os.ftruncate(file, 0)
+            # Not truncated: with its block the file can be written when the disk is full.
+            with contextlib.suppress(OSError):
+                os.pwrite(file, b" " * DIGITS, 0)
         finally:
             os.close(file)
 
@@ -187,7 +220,7 @@ class Staging:
             with open(self.path / TRANSACTION) as file:
                 if _try_lock(file.fileno(), fcntl.LOCK_SH):
                     return None
-                return int(file.read() or 0)
+                return int(file.read().strip() or 0)
         except (OSError, ValueError):
             return None
 
@@ -196,21 +229,35 @@ class Staging:
         """Why no complete policy is loaded; None when one is. Cheap: asked at every request."""
         path = self.path / FAILURE
         if not path.exists():
-            return None
+            return self._unwritten
         with contextlib.suppress(OSError, ValueError):
             return str(json.loads(path.read_text()))
         return "unknown"
 
     @failure.setter
     def failure(self, reason: str | None) -> None:
+        self._unwritten = None
+        try:
+            self._write_failure(reason)
+        except OSError:  # it must neither hide the failure nor stop the way back
+            logger.exception("cannot note in %s what is served", self.path)
+            self._unwritten = reason
+
+    def _write_failure(self, reason: str | None) -> None:
         path = self.path / FAILURE
         if reason is None:
-            path.unlink(missing_ok=True)
+            if path.exists():  # a closed directory refuses to remove what is not there, too
+                path.unlink(missing_ok=True)
             return
         fresh = path.with_name(f"{FAILURE}-{secrets.token_hex(4)}")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(reason, file)
-        os.replace(fresh, path)
+        try:
+            file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(file, "w") as stream:
+                json.dump(reason, stream)
+            os.replace(fresh, path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 def _not_regular(name: str) -> ManifestError:
@@ -240,7 +287,8 @@ def _try_lock(file: int, kind: int) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file for a moment; others wait, in whichever process they are."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -256,16 +304,36 @@ def _leave(path: str, alive: int, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_private(owner: int) -> None:
+    """Remove the private directory of the API servers that process ``owner`` started, when it ends.
+
+    vLLM kills several API servers at once, and none of them gets to say goodbye.
+    """
+    if os.getpid() != owner:  # a forked child inherits what is due at exit
+        return
+    for mark in SHARED_MEMORY.glob(f"{PREFIX}*/{OWNER}{owner}"):
+        with contextlib.suppress(OSError):
+            if mark.parent.lstat().st_uid == os.getuid():
+                _remove_dead(mark.parent, patience=5.0)
+
+
 def _reclaim(parent: Path) -> None:
     """Remove private directories whose server is gone without having said goodbye."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             found = path.lstat()
-            if found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG:
-                continue
-            marker = os.open(path / MARKER_FILE, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if _try_lock(marker, fcntl.LOCK_EX):
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(marker)
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime >= YOUNG:
+                _remove_dead(path)
+
+
+def _remove_dead(path: Path, patience: float = 0.0) -> None:
+    """Remove a private directory unless a living server holds it for longer than ``patience``."""
+    deadline = time.monotonic() + patience
+    marker = os.open(path / MARKER_FILE, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        while not (dead := _try_lock(marker, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if dead:
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(marker)

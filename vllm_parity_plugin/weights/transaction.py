@@ -20,15 +20,14 @@ from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.weights.errors import (
     ConflictError,
     ManifestError,
+    OutOfSpace,
     UnknownUpload,
     UpdateInProgress,
 )
 from vllm_parity_plugin.weights.manifest import (
-    Header,
     TensorSpec,
+    changed_names,
     check_against,
-    compare,
-    compare_adapter,
     read_header,
 )
 from vllm_parity_plugin.weights.messages import (
@@ -47,12 +46,13 @@ from vllm_parity_plugin.weights.stack import (
     adapter_base,
     check_base,
     extend,
+    losing_adapter,
     together,
 )
 from vllm_parity_plugin.weights.staging import Staging
 from vllm_parity_plugin.weights.swap import Record, Swap, Update
 from vllm_parity_plugin.weights.uploads import Uploads
-from vllm_parity_plugin.weights.verify import verify_file
+from vllm_parity_plugin.weights.verify import verified_layer
 
 ABANDONED = 600.0
 """Seconds after which a file that no request named belongs to a trainer that died."""
@@ -90,15 +90,15 @@ class WeightUpdates:
     async def info(self, server_id: str) -> WeightsInfo:
         """Where an update goes and what it must carry."""
         tensors, identity_ = await self.served.expected(), await self.served.model_identity()
-        failed = self.staging.failure is not None
-        stack = None if failed or self.staging.updating() is not None else await self.served.stack()
-        served = [report["version"] for report in await self.served.on_workers("report")]
+        # While another process applies an update they may differ: the least is served everywhere.
+        reports = await self.served.on_workers("report")
+        stacks = [tuple(Layer(**layer) for layer in report["stack"]) for report in reports]
         return WeightsInfo(
             server_id=server_id,
             directory=str(self.staging.path),
             model=identity_,
-            policy_version=min(served),
-            adapter_base=min(served) if stack is None else adapter_base(stack),
+            policy_version=min(stack[-1].version for stack in stacks),
+            adapter_base=min(map(adapter_base, stacks)),
             rollback=self.rollback,
             upload_timeout=self.uploads.timeout,
             tensors=tensors,
@@ -157,17 +157,18 @@ class WeightUpdates:
         Raises:
             as :meth:`apply`.
         """
-        path, request = self.uploads.complete(upload_id)
+        request = self.uploads.request(upload_id)
 
         async def run(going: Update) -> WeightUpdateResult:
-            self.uploads.status(upload_id)  # another process may have been faster
-            if (repeated := await self._check_request(going)) is not None:
-                return repeated
-            with self.staging.taken(path, request.version) as taken:
-                result = await self._apply(going, taken)
-            with contextlib.suppress(UnknownUpload):  # it ran out of time while it was applied
-                self.uploads.drop(upload_id)
-            return result
+            with self.uploads.complete(upload_id) as path:
+                if (repeated := await self._check_request(going)) is not None:
+                    return repeated
+                with self.staging.taken(path, request.version) as taken:
+                    result = await self._apply(going, taken)
+                # Its trainer gave it up meanwhile, or the directory was closed: it is served.
+                with contextlib.suppress(UnknownUpload, OutOfSpace):
+                    self.uploads.drop(upload_id)
+                return result
 
         return await self._transaction(request, run)
 
@@ -274,11 +275,7 @@ class WeightUpdates:
         self, manifest: Manifest, tensors: Mapping[str, TensorSpec]
     ) -> list[str] | None:
         """Names of the served tensors that change, checked; None for all of them."""
-        expected = await self.served.expected()
-        if manifest.kind == "lora":
-            return compare_adapter(tensors, expected)
-        compare(tensors, expected, partial=manifest.kind == "changed")
-        return None if manifest.kind == "full" else list(tensors)
+        return changed_names(manifest.kind, tensors, await self.served.expected())
 
     async def _apply(self, going: Update, path: Path) -> WeightUpdateResult:
         manifest = going.manifest
@@ -286,13 +283,17 @@ class WeightUpdates:
         if manifest.tensors is not None:
             check_against(manifest.tensors, header)
         changed = await self._changes(manifest, header.tensors)
-        layer = await asyncio.to_thread(_verified, path, header, manifest)
+        served = await self.served.expected()
+        layer = await asyncio.to_thread(verified_layer, path, header, manifest, served)
         old = await self.served.stack_or_none()
         new = extend(old or (), layer)
         first_error(await self.served.on_workers("check", plain(new)), ManifestError)
 
         going.record.bytes = layer.size
-        only = None if changed is None else sorted(together(changed, await self.served.expected()))
+        only = None
+        if changed is not None:
+            changed = changed + losing_adapter(old or new, manifest.kind)
+            only = sorted(together(changed, served))
         await self._swap.run(going, old, new, only)
         with contextlib.suppress(OSError):  # tidying must not fail an update that is served
             self.staging.keep_only(
@@ -317,18 +318,4 @@ def _older(version: int, stack: Stack) -> ConflictError:
         "the same.",
         "A late or repeated update would move the sampler backwards.",
         "read policy_version from GET /v1/parity/weights and count up from there.",
-    )
-
-
-def _verified(path: Path, header: Header, manifest: Manifest) -> Layer:
-    """The checked file as a layer that workers recognise."""
-    before = path.stat()
-    verify_file(path, header, manifest.tensors)
-    return Layer(
-        version=manifest.version,
-        kind=manifest.kind,
-        file=str(path),
-        size=before.st_size,
-        mtime_ns=before.st_mtime_ns,
-        scaling=manifest.scaling,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,19 @@ import torch
 import xxhash
 
 from vllm_parity_plugin.weights.errors import ManifestError
-from vllm_parity_plugin.weights.manifest import SAFETENSORS_DTYPE, Header, TensorEntry
+from vllm_parity_plugin.weights.manifest import (
+    SAFETENSORS_DTYPE,
+    Header,
+    TensorEntry,
+    TensorSpec,
+)
+from vllm_parity_plugin.weights.messages import Manifest
+from vllm_parity_plugin.weights.stack import Layer
 
 TORCH_DTYPE = {name: getattr(torch, torch_name) for torch_name, name in SAFETENSORS_DTYPE.items()}
 MAX_THREADS = 4
+PIECE = 2**18
+"""Elements that are copied at a time."""
 
 
 def checksum(data: memoryview) -> str:
@@ -28,8 +36,16 @@ def checksum(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def verify_file(path: Path, header: Header, manifest: Mapping[str, TensorEntry] | None) -> None:
+def verify_file(
+    path: Path,
+    header: Header,
+    manifest: Mapping[str, TensorEntry] | None,
+    served: Mapping[str, TensorSpec] | None = None,
+) -> None:
     """Check every tensor of a staged file: its checksum, if the manifest has one, and its values.
+
+    Args:
+        served: the dtypes that tensors are rounded to when they are loaded.
 
     Raises:
         ManifestError: by tensor name: other bytes than the manifest says, or NaN or infinity.
@@ -50,11 +66,35 @@ def verify_file(path: Path, header: Header, manifest: Mapping[str, TensorEntry] 
             begin, end = entry.data_offsets or (0, 0)
             with whole[header.data_start + begin : header.data_start + end] as data:
                 expected = None if manifest is None else manifest[name].checksum
-                return check_checksum(name, data, expected) or check_values(name, entry, data)
+                problem = check_checksum(name, data, expected)
+                return problem or check_values(name, entry, data, (served or {}).get(name))
 
         problems = [problem for problem in pool.map(check, header.tensors) if problem]
     if problems:
         raise problems[0]
+
+
+def verified_layer(
+    path: Path,
+    header: Header,
+    manifest: Manifest,
+    served: Mapping[str, TensorSpec] | None = None,
+) -> Layer:
+    """The checked file as a layer that workers recognise.
+
+    Raises:
+        ManifestError: see :func:`verify_file`.
+    """
+    before = path.stat()
+    verify_file(path, header, manifest.tensors, served)
+    return Layer(
+        version=manifest.version,
+        kind=manifest.kind,
+        file=str(path),
+        size=before.st_size,
+        mtime_ns=before.st_mtime_ns,
+        scaling=manifest.scaling,
+    )
 
 
 def check_checksum(name: str, data: memoryview, expected: str | None) -> ManifestError | None:
@@ -71,21 +111,35 @@ def check_checksum(name: str, data: memoryview, expected: str | None) -> Manifes
     )
 
 
-def check_values(name: str, entry: TensorEntry, data: memoryview) -> ManifestError | None:
-    """The error of a tensor that holds NaN or infinity, if it does."""
+def check_values(
+    name: str, entry: TensorEntry, data: memoryview, served: TensorSpec | None = None
+) -> ManifestError | None:
+    """The error of a tensor that holds NaN or infinity, or will once it is rounded, if so.
+
+    3.4e38 is a float32, and infinite in bfloat16, whose largest number is 3.39e38.
+    """
     dtype = TORCH_DTYPE.get(entry.dtype)
     if dtype is None or not dtype.is_floating_point or not len(data):
         return None
-    tensor = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-    if dtype.itemsize == 1:  # fp8 has no reductions
-        tensor = tensor.float()
-    # One pass without a copy: NaN wins in both, infinity is an extreme.
-    low, high = torch.aminmax(tensor)
-    if math.isfinite(float(low)) and math.isfinite(float(high)):
+    values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+    rounded = entry.dtype if served is None else served.dtype
+    target = TORCH_DTYPE.get(rounded, dtype)
+    # In pieces where it copies: copies of a whole embedding would stay in this thread's heap.
+    pieces = values.split(PIECE)
+    if all(_finite(part, target) for part in (pieces if dtype.itemsize == 1 else [values])):
         return None
-    count = int((~torch.isfinite(tensor)).sum())
+    count = sum(int((~torch.isfinite(part.to(target).float())).sum()) for part in pieces)
     return ManifestError(
-        f"{name} holds {count} value(s) that are NaN or infinite.",
+        f"{name} holds {count} value(s) that are NaN or infinite in {rounded}.",
         "Every logprob of the new policy would be NaN.",
         "look at the trainer's loss and gradients; the served policy was not touched.",
     )
+
+
+def _finite(values: torch.Tensor, target: torch.dtype) -> bool:
+    """Whether [N] values are neither NaN nor infinite once they are rounded to ``target``."""
+    if values.dtype.itemsize == 1:  # fp8 has no reductions
+        values = values.float()
+    # One pass without a copy: NaN wins in both, infinity is an extreme, and so is what becomes it.
+    extremes = torch.stack(torch.aminmax(values)).to(target).float()
+    return bool(torch.isfinite(extremes).all())

@@ -1,0 +1,168 @@
+"""The benchmarks' own arithmetic and checks; what they measure is not tested here.
+
+Properties:
+- every benchmark explains its options;
+- statistics give the numbers of their docstrings; a spike does not make memory look unsteady, a
+  leak does;
+- the soak's check finds a lost token, another finish reason, a version that falls, and one that
+  was not served;
+- the soak's cycle of updates covers every kind and transport, and keeps partial updates few;
+- the default model of `weight_update.py` has the size that it says.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_parity_plugin.weights.stack import CHECKPOINT, MAX_LAYERS, Layer, extend
+from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a benchmark as it finds itself when it is run."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield importlib.import_module
+    for name in ("shared", "soak", "stock_engine", "weight_update"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("weight_update.py", ["--gb", "--rounds", "--transport", "--rollback"]),
+        ("soak.py", ["--minutes", "--interval"]),
+    ],
+)
+def test_help(script: str, options: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(option in run.stdout for option in options)
+
+
+def test_rotated(load: Any) -> None:
+    shared = load("shared")
+    assert shared.rotated(["a", "b", "c"], 1) == ["b", "c", "a"]
+    first = [shared.rotated(["a", "b", "c"], turn)[0] for turn in range(6)]
+    assert first == ["a", "b", "c"] * 2
+    assert shared.rotated([], 3) == []
+
+
+def test_medians(load: Any) -> None:
+    rows = [{"a": 1.0, "b": ""}, {"a": 3.0, "b": 5.0}, {"a": 100.0}]
+    assert load("shared").medians(rows, ["a", "b", "c"]) == {"a": 3.0, "b": 5.0}
+
+
+def test_slope(load: Any) -> None:
+    slope = load("shared").slope
+    assert slope([0, 1, 2], [1, 3, 5]) == pytest.approx(2.0)
+    assert slope([1], [5]) == slope([2, 2], [1, 9]) == 0.0
+
+
+def test_flatness(load: Any) -> None:
+    flatness = load("shared").flatness
+    rising = [1000.0 + index for index in range(100)]
+    assert flatness(rising) == pytest.approx(1094.5 / 1004.5 - 1)
+    spike = [1000.0] * 100
+    spike[50:54] = [5000.0] * 4
+    assert flatness(spike) == 0.0
+    assert flatness([1000.0]) == flatness([]) == 0.0
+
+
+def test_csv_and_markdown(load: Any, tmp_path: Path) -> None:
+    shared = load("shared")
+    path = shared.write_csv(tmp_path / "new" / "rows.csv", [{"a": 1}, {"a": 2, "b": 3}])
+    with open(path) as file:
+        assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}]
+    assert shared.markdown(["x", "y"], [["1", "2"]]) == "| x | y |\n| --- | --- |\n| 1 | 2 |"
+
+
+REQUEST = RolloutRequest(prompts=[[3], [4]], sampling=Sampling(max_tokens=3, ignore_eos=True))
+
+
+def answer(**changed: Any) -> Rollout:
+    """Two sequences of three tokens; an update to policy 5 crossed the second one."""
+    good = Rollout(
+        token_ids=np.arange(6, dtype=np.int32),
+        logprobs=np.zeros(6, dtype=np.float32),
+        head_ids=np.zeros((6, 0), dtype=np.int32),
+        head_logprobs=np.zeros((6, 0), dtype=np.float32),
+        sequence_offsets=np.array([0, 3, 6]),
+        policy_versions=np.array([4, 4, 4, 4, 5, 5], dtype=np.int32),
+        finish_reasons=["length", "length"],
+        sampling=REQUEST.sampling,
+    )
+    return replace(good, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "served", "word"),
+    [
+        ({}, {4, 5}, None),
+        ({"sequence_offsets": np.array([0, 2, 6])}, {4, 5}, "asked"),
+        ({"sequence_offsets": np.array([0, 6])}, {4, 5}, "asked"),
+        ({"finish_reasons": ["length", "stop"]}, {4, 5}, "reasons"),
+        ({"finish_reasons": ["abort", "length"]}, {4, 5}, "reasons"),
+        ({"policy_versions": np.array([4, 4, 4, 5, 4, 5])}, {4, 5}, "fall"),
+        ({}, {5}, "[4] were not served"),
+    ],
+)
+def test_check_rollout(
+    load: Any, changed: dict[str, Any], served: set[int], word: str | None
+) -> None:
+    problems = load("soak").check_rollout(answer(**changed), REQUEST, served)
+    assert (not problems) if word is None else any(word in problem for problem in problems)
+
+
+def test_crossings(load: Any) -> None:
+    soak = load("soak")
+    assert soak.crossings(answer()) == 1
+    assert soak.crossings(answer(policy_versions=np.full(6, 4))) == 0
+
+
+def test_the_cycle_is_complete_and_bounded(load: Any) -> None:
+    soak = load("soak")
+    applied = {(kind, way) for kind, way in soak.CYCLE if kind not in soak.REFUSED}
+    assert applied == {(k, w) for k in ("full", "changed", "lora") for w in ("file", "http")}
+    assert soak.REFUSED.keys() <= {kind for kind, _ in soak.CYCLE}
+    stack, longest = CHECKPOINT, 0
+    for version, (kind, _) in enumerate(soak.CYCLE * 3, start=1):
+        if kind not in soak.REFUSED:
+            stack = extend(stack, Layer(version=version, kind=kind, file=f"{version}"))
+            longest = max(longest, len(stack))
+    # With the new file of the next update, and one more of a refused one.
+    assert longest <= MAX_LAYERS and longest + 2 <= soak.FILES
+
+
+def test_default_size(load: Any) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(load("shared").sized(0.94))
+    assert sum(p.numel() for p in model.parameters()) * 2 == pytest.approx(0.952e9, rel=0.001)
+
+
+def test_resident_memory_of_this_process(load: Any) -> None:
+    import os
+
+    found = load("soak").resident(os.getpid())
+    assert found["rss_mb"] > 10
+    assert found["rss_mb"] == pytest.approx(sum(v for k, v in found.items() if k != "rss_mb"), 0.01)
