@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.server.faultlab.lab import laboratory  # noqa: E402
-from tests.server.faultlab.runner import Result, markdown, run, table, violations  # noqa: E402
-from tests.server.faultlab.scenarios import GROUPS, Host, Scenario, last, scenarios  # noqa: E402
+from tests.server.faultlab.lab import laboratory
+from tests.server.faultlab.runner import Result, markdown, run, table, violations
+from tests.server.faultlab.scenarios import GROUPS, Host, Scenario, last, scenarios
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 console = Console()

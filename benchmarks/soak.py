@@ -290,7 +290,7 @@ def main(
     ] = 7.5,
     rollouts: Annotated[int, typer.Option(min=1, help="Requests in flight all the time.")] = 4,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of each request.")] = 4,
-    warmup: Annotated[int, typer.Option(min=1, help="Cycles of updates before.")] = 2,
+    warmup: Annotated[int, typer.Option(min=1, help="Cycles of updates before.")] = 4,
     output: Annotated[Path, typer.Option(help="Directory for CSV and plot.")] = shared.RESULTS,
 ) -> None:
     """Soak a real server in weight updates and rollouts, and check all the while."""

@@ -1,7 +1,7 @@
 """Weight updates of an ``LLM`` without a server: ``ColocatedUpdates``.
 
-Each property holds with the engine in this process, in one of its own, and with two
-tensor-parallel workers; the model is tied and, in mode observe, its head bf16 and its prefix cache
+Each property holds with the engine in this process, and with two tensor-parallel workers in
+processes of their own; the model is tied and, in mode observe, its head bf16 and its prefix cache
 on, which is where vLLM's own reload goes stale. Properties: an update with the same weights changes
 no bit (W8); after one to other weights the engine is, bit for bit, a fresh one (W8); partial ones
 give the trainer's logprobs; a refused update leaves it untouched; a failed load goes back, on all
@@ -37,7 +37,6 @@ SAME, FACTOR = 0.02, 5.0
 
 ENGINES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "in-process": ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {}),
-    "own process": ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {}),
     "two workers": ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {"tensor_parallel_size": 2}),
 }
 """Environment and engine arguments of each kind of engine."""

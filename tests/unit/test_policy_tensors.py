@@ -434,7 +434,7 @@ class Recorder:
         self.expected = client.expected
         self.pushed: list[dict[str, torch.Tensor]] = []
 
-    def push(self, tensors: Any) -> int:
+    def push(self, tensors: Any, kv: str = "keep") -> int:
         policy = {}
         for index, (name, tensor) in enumerate(tensors):
             if index == self.fail_at:

@@ -4,10 +4,7 @@ every layer got all of its parts."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import threading
 from collections.abc import Callable, Iterator
-from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +13,9 @@ from safetensors import safe_open
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.weights.checkpoint import expected_tensors
 from vllm_parity_plugin.weights.manifest import LORA_A, LORA_B
-from vllm_parity_plugin.weights.stack import Layer, Stack
+from vllm_parity_plugin.weights.stack import Layer, Stack, group
 
 Reader = Callable[[str], torch.Tensor]
-MADV_POPULATE_READ = 22
 
 
 def load_stack(worker: Any, stack: Stack, only: set[str] | None = None) -> None:
@@ -53,7 +49,7 @@ def load_stack(worker: Any, stack: Stack, only: set[str] | None = None) -> None:
     runner.reset_lora_state()
     runner.reset_encoder_cache()
     runner.reset_mm_cache()
-    _check_complete(model, gaps, None if only else loaded, bool(config.quantization))
+    _check_complete(model, gaps, loaded, only, bool(config.quantization))
 
 
 def stack_tensors(
@@ -61,8 +57,7 @@ def stack_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs of a stack: the newest value of each, adapters merged in float32."""
     base, upper = stack[0], [(layer, *_open(layer)) for layer in stack[1:]]
-    whole = only is None
-    for name, tensor in _checkpoint(worker) if base.kind == "checkpoint" else _file(base, whole):
+    for name, tensor in _checkpoint(worker) if base.kind == "checkpoint" else _file(base):
         if only is not None and name not in only:
             continue
         for layer, names, read in upper:
@@ -96,33 +91,11 @@ def _open(layer: Layer) -> tuple[set[str], Reader]:
     return set(file.keys()), file.get_tensor
 
 
-def _file(layer: Layer, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in file order, where they lie in the mapped file.
-
-    Args:
-        whole: all of them will be read.
-    """
+def _file(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in file order, one mapped at a time."""
     with safe_open(_path(layer), framework="pt") as file:
-        names = list(file.keys())
-        if whole and names:
-            mapping = file.get_tensor(names[0]).untyped_storage()
-            # Beside the loading, which it outruns: generation is paused meanwhile, and a page
-            # fault at every 16th page was 7% of the pause.
-            threading.Thread(target=_populate, args=(mapping,), daemon=True).start()
-        for name in names:
+        for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
-
-
-def _populate(mapping: torch.UntypedStorage) -> None:
-    """Make the pages of a mapped file present. A kernel before 5.14 refuses, and nothing is lost.
-
-    ctypes lets go of the interpreter during the call, ``mmap.madvise`` would not.
-    """
-    begin = mapping.data_ptr() // PAGESIZE * PAGESIZE
-    size = mapping.data_ptr() + mapping.nbytes() - begin
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(MADV_POPULATE_READ)
-    )
 
 
 def _path(layer: Layer) -> str:
@@ -204,12 +177,14 @@ def _check_complete(
     model: torch.nn.Module,
     gaps: Gaps,
     loaded: set[str] | None,
+    only: set[str] | None,
     quantized: bool,
 ) -> None:
     """Raise if the model holds anything but one complete policy.
 
     Args:
-        loaded: parameters that the model's loader says it filled; None when only some were due.
+        loaded: parameters that the model's loader says it filled, if it says so.
+        only: checkpoint names that were due; None for all.
         quantized: its loader makes parameters of its own, so that names and counts prove nothing.
     """
     problems = [
@@ -220,6 +195,9 @@ def _check_complete(
     if loaded is not None and not quantized:
         # By name alone experts would be missing: their loader reports other names than they have.
         names = [name for name, _ in model.named_parameters()]
+        if only is not None:  # whole groups are loaded, whose names a model seldom changes
+            due = {group(name) for name in only}
+            names = [name for name in names if group(name) in due]
         untouched = [name for name in names if name.rpartition(".")[0] in gaps.untouched]
         # With --enable-lora the layer that holds the weight is wrapped.
         held = {name.replace(".base_layer.", ".") for name in untouched}

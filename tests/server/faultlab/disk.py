@@ -1,7 +1,8 @@
 """A weights directory that can be full, or lose its permissions, by real means.
 
-As root it is a small tmpfs, which a filler fills and a read-only bind mount closes. Elsewhere the
-server's own limit on file sizes (``RLIMIT_FSIZE``) and the directory's mode do it.
+Where mounts are allowed it is a small tmpfs, which a filler fills and a read-only bind mount
+closes. Elsewhere the server's own limit on file sizes (``RLIMIT_FSIZE``) does the one, and the
+directory's mode the other; for root, whom modes do not bind, a directory in a file's place.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Disk:
     def read_only(self) -> Iterator[None]:
         """Nothing can be created, renamed or written here."""
         path = str(self.path)
-        if _run("mount", "--bind", path, path):
+        if self.mounted and _run("mount", "--bind", path, path):
             try:
                 if not _run("mount", "-o", "remount,bind,ro", path):
                     raise OSError(f"cannot make {path} read-only")
