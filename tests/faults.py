@@ -23,7 +23,7 @@ import os
 from pathlib import Path
 
 PLUGIN = """
-import itertools, json, os, pathlib, time
+import contextlib, itertools, json, os, pathlib, time
 
 def take_fault():
     from vllm.config import get_current_vllm_config
@@ -68,9 +68,8 @@ def register():
     logits = model.compute_logits
 
     def compute_logits(self, *args, **kwargs):
-        brake = pathlib.Path(os.environ["PARITY_TEST_BRAKE"])
-        if brake.exists():
-            time.sleep(float(brake.read_text() or 0.1))
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float(pathlib.Path(os.environ["PARITY_TEST_BRAKE"]).read_text() or 0.1))
         return logits(self, *args, **kwargs)
 
     apply = WeightHolder.apply

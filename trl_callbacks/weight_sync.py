@@ -110,7 +110,7 @@ class WeightSync(Pusher):
                 memoryview(mapped) as whole,
                 whole[start:] as data,
             ):
-                self._send_bytes(upload, data)
+                self._send_bytes(request, upload, data)
             return self._until_known(
                 request.version, lambda: self._client.commit_upload(upload.upload_id)
             )
@@ -119,7 +119,7 @@ class WeightSync(Pusher):
                 self._client.drop_upload(upload.upload_id)
             raise
 
-    def _send_bytes(self, upload: UploadStatus, data: memoryview) -> None:
+    def _send_bytes(self, request: UploadRequest, upload: UploadStatus, data: memoryview) -> None:
         """Send what is missing, from where the server stands after each broken connection, until
         that many in a row brought nothing."""
         received, lost, fruitless = upload.received, False, 0

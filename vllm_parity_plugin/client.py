@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.weights.errors import ApplyError, by_name
 from vllm_parity_plugin.weights.messages import (
+    NcclStart,
     UploadRequest,
     UploadStatus,
     WeightsInfo,
@@ -111,6 +113,14 @@ class ParityClient:
                 "content-range": f"bytes {begin}-{begin + len(data) - 1}/{total}",
                 "content-length": str(len(data)),
             },
+        )
+        return UploadStatus.model_validate_json(answer.content)
+
+    def start_nccl(self, upload_id: str, unique_id: bytes) -> UploadStatus:
+        """Have a worker join NCCL (``POST /v1/parity/weights/uploads/ID/nccl``)."""
+        body = NcclStart(unique_id=base64.b64encode(unique_id).decode()).model_dump_json()
+        answer = self._call(
+            "POST", f"/weights/uploads/{upload_id}/nccl", content=body, headers=JSON
         )
         return UploadStatus.model_validate_json(answer.content)
 

@@ -61,7 +61,8 @@ def parity_weights(self: Any, action: str, *args: Any) -> dict[str, Any]:
     """``WorkerBase.parity_weights``: one step of a weight transaction (see ``WeightHolder``).
 
     Args:
-        action: ``report``, ``check``, ``apply``, ``commit`` or ``restore``.
+        action: ``report``, ``check``, ``apply``, ``commit`` or ``restore``; of an upload by NCCL
+            ``receive``, ``received`` or ``stop``.
         args: of that step, as plain msgpack types.
 
     Returns:

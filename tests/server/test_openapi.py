@@ -65,6 +65,7 @@ OPERATIONS = [
     ("PUT", f"{PREFIX}/weights/uploads/{{upload_id}}"),
     ("DELETE", f"{PREFIX}/weights/uploads/{{upload_id}}"),
     ("POST", f"{PREFIX}/weights/uploads/{{upload_id}}/commit"),
+    ("POST", f"{PREFIX}/weights/uploads/{{upload_id}}/nccl"),
     ("POST", f"{PREFIX}/rollouts"),
     ("POST", f"{PREFIX}/pause"),
     ("POST", f"{PREFIX}/resume"),

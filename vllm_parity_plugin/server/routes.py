@@ -15,6 +15,7 @@ from vllm_parity_plugin.server.auth import TooManyFailures, authorised
 from vllm_parity_plugin.server.gate import unhealthy
 from vllm_parity_plugin.server.rollouts import rollout
 from vllm_parity_plugin.weights.messages import (
+    NcclStart,
     UploadRequest,
     UploadStatus,
     WeightsInfo,
@@ -114,6 +115,16 @@ async def write_upload(
 async def commit_upload(state: State, upload_id: str) -> WeightUpdateResult:
     """Apply what was uploaded: all of it or nothing."""
     result: WeightUpdateResult = await state.updates.commit_upload(upload_id)
+    return result
+
+
+@router.post(
+    "/weights/uploads/{upload_id}/nccl", status_code=202, responses=documented(409, 411, 413, 507)
+)
+async def receive_upload(state: State, upload_id: str, nccl: NcclStart) -> UploadStatus:
+    """Have a worker receive the bytes by NCCL broadcast, in the manifest's order. Not yet run on
+    a GPU."""
+    result: UploadStatus = await state.updates.receive(upload_id, nccl.unique_id, state.server_id)
     return result
 
 

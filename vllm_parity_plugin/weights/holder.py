@@ -12,8 +12,11 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
+
 from vllm_parity_plugin.log import logger
-from vllm_parity_plugin.weights.errors import ManifestError
+from vllm_parity_plugin.weights.errors import ConflictError, ManifestError
+from vllm_parity_plugin.weights.nccl import Receiver, decoded
 from vllm_parity_plugin.weights.reload import load_stack
 from vllm_parity_plugin.weights.stack import CHECKPOINT, Layer, Stack
 
@@ -36,6 +39,7 @@ class WeightHolder:
         self.stack = CHECKPOINT
         self.phase: Phase = "committed"
         self.instance = uuid.uuid4().hex
+        self._receiver: Receiver | None = None
 
     @property
     def version(self) -> int:
@@ -100,6 +104,45 @@ class WeightHolder:
 
         held = self.phase == "committed" and self.stack == stack
         return self.report() if held else self._attempt(load)
+
+    def receive(
+        self,
+        instance: str,
+        unique_id: str,
+        path: str,
+        start: int,
+        sizes: list[int],
+        timeout: float,
+    ) -> dict[str, Any]:
+        """Begin to fill an upload's file by NCCL, if this worker is ``instance``."""
+
+        def begin() -> None:
+            if self._receiver is not None and not self._receiver.done:
+                raise ConflictError(
+                    "This worker still waits for the trainer of an earlier NCCL transfer.",
+                    "Two at once would mix policies.",
+                    "try again later, or send the weights as a file or over HTTP.",
+                )
+            device = torch.device(self._worker.device)
+            receiver = Receiver(decoded(unique_id), sizes, device, timeout, path, start)
+            receiver.start()
+            self._receiver = receiver
+
+        return self._attempt(begin) if instance == self.instance else self.report()
+
+    def received(self) -> dict[str, Any]:
+        """How far that is: ``bytes``, ``done``, and as ``failure`` why it ended early."""
+        receiver = self._receiver
+        if receiver is None:
+            return self.report() | {"bytes": 0, "done": True, "failure": "nothing was started"}
+        done = receiver.done  # before the bytes: done means that these are all
+        return self.report() | {"bytes": receiver.bytes, "done": done, "failure": receiver.error}
+
+    def stop(self) -> dict[str, Any]:
+        """Give it up."""
+        if self._receiver is not None:
+            self._receiver.stop()
+        return self.report()
 
     def _attempt(self, action: Callable[[], object]) -> dict[str, Any]:
         try:

@@ -110,6 +110,18 @@ class UploadStatus(_Message):
     received: int = Field(description="bytes of the data section that have arrived, from its start")
     total: int
     timeout: float = Field(description="seconds without bytes after which the upload is dropped")
+    error: str | None = Field(
+        default=None, description="why an NCCL transfer ended early; the upload can be filled anew"
+    )
+
+
+class NcclStart(_Message):
+    """Body of ``POST /v1/parity/weights/uploads/ID/nccl``."""
+
+    unique_id: str = Field(
+        pattern="^[A-Za-z0-9+/]{171}=$",
+        description="base64 of the 128 bytes of the ncclUniqueId, of which the trainer is rank 0",
+    )
 
 
 class WeightUpdateResult(_Message):

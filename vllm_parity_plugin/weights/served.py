@@ -70,6 +70,13 @@ class Served:
         """One step of a transaction on every worker of every engine (see ``WeightHolder``)."""
         return await compat.rpc_every_worker(self._engine, "parity_weights", action, *args)
 
+    async def on_first_engine(self, action: str, *args: Any) -> list[dict[str, Any]]:
+        """One step on the workers of the first engine, one of which is ``server_id``."""
+        reports: list[dict[str, Any]] = await self._engine.collective_rpc(
+            "parity_weights", args=(action, *args)
+        )
+        return reports
+
 
 def expected_tensors(attested: list[dict[str, Any]]) -> dict[str, TensorSpec]:
     """The tensors a full update must carry, by the workers' attestations.

@@ -39,6 +39,7 @@ from vllm_parity_plugin.weights.messages import (
     WeightUpdate,
     WeightUpdateResult,
 )
+from vllm_parity_plugin.weights.nccl import Reception
 from vllm_parity_plugin.weights.served import Served, first_error, plain
 from vllm_parity_plugin.weights.stack import (
     Layer,
@@ -172,6 +173,22 @@ class WeightUpdates:
 
         return await self._transaction(request, run)
 
+    async def receive(self, upload_id: str, unique_id: str, server_id: str) -> UploadStatus:
+        """Have one worker fill an upload by NCCL. Ends with the upload, at its timeout at last.
+
+        Raises:
+            UnknownUpload: there is no such upload.
+            ConflictError: the worker cannot take part; the upload can still be sent over HTTP.
+        """
+        reception = Reception(self.served, self.uploads, upload_id, server_id)
+
+        async def start() -> UploadStatus:
+            await reception.start(unique_id)
+            self._spawn(reception.follow())
+            return self.uploads.status(upload_id)
+
+        return await self._to_the_end(start())
+
     def reap(self) -> None:
         """Drop what trainers that died left behind."""
         self.uploads.sweep()
@@ -208,10 +225,13 @@ class WeightUpdates:
             self._observe(going.record)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return task
 
     def refuse_while_applying(self) -> None:
         """Raise UpdateInProgress while an update is applied: pausing or resuming by hand would

@@ -13,7 +13,8 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,6 +45,22 @@ class Session(BaseModel):
     data_start: int
     total: int
     received: int = 0
+    error: str | None = None
+
+
+@dataclass
+class Filling:
+    """An upload that a worker writes to, locked against requests that would."""
+
+    path: Path
+    start: int
+    sizes: list[int]
+    advance: Callable[[int, str | None], None]
+    """Note how many bytes are there, and why no more will come.
+
+    Raises:
+        UnknownUpload: the upload is gone.
+    """
 
 
 class Uploads:
@@ -207,6 +224,31 @@ class Uploads:
             finally:  # however long it took to refuse it, it may be mended and sent again
                 self._touch()
 
+    @contextlib.contextmanager
+    def fill(self, upload_id: str) -> Iterator[Filling]:
+        """Let somebody else write all bytes of an upload; only progress is a sign of life.
+
+        Raises:
+            UnknownUpload: see :meth:`status`.
+            UpdateInProgress: bytes are coming in already, or a commit is under way.
+        """
+        session = self._get(upload_id)
+        with self._held(session, fcntl.LOCK_EX) as file:
+            noted: tuple[int, str | None] = (0, None)
+            self._advance(upload_id, *noted)
+
+            def advance(place: int, error: str | None) -> None:
+                nonlocal noted
+                if not os.fstat(file.fileno()).st_nlink:
+                    raise self._unknown()
+                if (place, error) != noted:
+                    noted = (place, error)
+                    self._advance(upload_id, place, error)
+
+            sizes = [entry.nbytes for entry in session.request.tensors.values()]
+            path = self._staging.path / session.file
+            yield Filling(path, session.data_start, sizes, advance)
+
     def drop(self, upload_id: str) -> None:
         """Forget an upload and its bytes.
 
@@ -224,6 +266,7 @@ class Uploads:
             received=session.received,
             total=session.total,
             timeout=self.timeout,
+            error=session.error,
         )
 
     def _get(self, upload_id: str) -> Session:
@@ -245,7 +288,11 @@ class Uploads:
         """The upload's file with a lock: shared to write to it, exclusive to commit it."""
         busy = UpdateInProgress(
             f"The upload of policy version {session.request.version} is "
-            + ("being applied." if kind == fcntl.LOCK_SH else "still being received, or applied."),
+            + (
+                "being applied, or received over NCCL."
+                if kind == fcntl.LOCK_SH
+                else "still being received, or applied."
+            ),
             "Bytes could change after they were verified.",
             "wait until every PUT and every commit of it has been answered.",
         )
@@ -300,12 +347,13 @@ class Uploads:
         except OSError:
             return None
 
-    def _advance(self, upload_id: str, place: int) -> None:
+    def _advance(self, upload_id: str, place: int, error: str | None = None) -> None:
         with self._staging.usable(), locked(self._staging.path / LOCK):
             session = self._read()
             if session is not None and _same(session.upload_id, upload_id):
                 received = max(session.received, place)
-                self._save(session.model_copy(update={"received": received}))
+                changes = {"received": received, "error": error}
+                self._save(session.model_copy(update=changes))
 
     def _save(self, session: Session) -> None:
         fresh = self._session.with_name(f"{SESSION}-{secrets.token_hex(4)}")
