@@ -230,10 +230,9 @@ def test_partial_updates_give_the_trainers_logprobs(results: dict[str, Any]) -> 
         assert difference(files, kept[step], wrong) > FACTOR * SAME
 
 
+@pytest.mark.parametrize("results", ["in-process"], indirect=True, scope="module")
 def test_control_vllms_reload_serves_the_old_head(results: dict[str, Any]) -> None:
     """Without the transaction a tied bf16 head keeps serving the old policy."""
-    if "stock" not in results:
-        pytest.skip("one kind of engine is enough")
     assert results["stock"]["reload"] == [None]
     found, files = results["stock"]["reloaded"], results["files"]
     assert difference(files, found, files.new) > FACTOR * SAME
