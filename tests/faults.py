@@ -77,7 +77,7 @@ def register():
     def held_apply(self, *args):
         hold = pathlib.Path(os.environ["PARITY_TEST_HOLD"])
         if hold.exists():
-            fresh = hold.with_suffix(".fresh")
+            fresh = hold.with_suffix(f".{os.getpid()}")  # one of each rank
             fresh.write_text(str(os.getpid()))
             fresh.replace(hold.with_suffix(".here"))
             while hold.exists():

@@ -6,9 +6,10 @@ Nothing here imports vLLM: facts come from the installed distribution's metadata
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from packaging.version import Version
 
@@ -18,6 +19,9 @@ MIN_VLLM = Version("0.26.0")
 """First release that honours an fp32 lm_head for generation (vllm#48390)."""
 MAX_VLLM = Version("0.33")
 """Releases from here on have not been read."""
+DEATH_SECONDS = 1.0
+"""Between two looks at whether the engine lives, while one of its answers is due."""
+T = TypeVar("T")
 
 
 @cache
@@ -66,6 +70,22 @@ def has_cascade_attention(found: Version | None = None) -> bool:
     return (found or vllm_version()) < Version("0.32")
 
 
+async def unless_dead(engine: Any, call: Awaitable[T]) -> T:
+    """The answer of an engine core, or the engine's error once a core or a worker is dead.
+
+    vLLM (read in 0.31) leaves a utility call that a dead core will never answer waiting for ever.
+    The request that made it then keeps the API server from ending, and from being restarted.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=DEATH_SECONDS))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
     """What every engine core that ``engine`` drives answers to one utility call, in rank order.
 
@@ -80,13 +100,13 @@ async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
 
     Raises:
         Exception: the first core's that failed, once all of them have answered: after a failed
-            weight update no core is still loading.
+            weight update no core is still loading. The engine's, when one is dead.
     """
     client = engine.engine_core
     if not hasattr(client, "core_engines"):
         return [getattr(client.engine_core, method)(*args)]
     calls = [client._call_utility_async(method, *args, engine=core) for core in client.core_engines]
-    answers = await asyncio.gather(*calls, return_exceptions=True)
+    answers = await unless_dead(engine, asyncio.gather(*calls, return_exceptions=True))
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer

@@ -66,9 +66,10 @@ class Swap:
         cached = self._engine.vllm_config.cache_config.enable_prefix_caching
         pause_started = time.perf_counter()
         try:
-            await self._engine.pause_generation(
+            pause = self._engine.pause_generation(
                 mode="keep", clear_cache=going.manifest.kv == "recompute" or bool(cached)
             )
+            await compat.unless_dead(self._engine, pause)
             first_error(await self._served.on_workers("apply", plain(new), only), ParityError)
             await self._label(going.manifest.version)
             first_error(
@@ -78,7 +79,7 @@ class Swap:
             logger.exception("weight update %d failed", going.manifest.version)
             await self._go_back(going, old, error)
             if not stay_paused:
-                await self._engine.resume_generation()
+                await compat.unless_dead(self._engine, self._engine.resume_generation())
             going.record.outcome = "restored"
             going.record.pause_seconds = time.perf_counter() - pause_started
             raise ApplyError(
@@ -88,14 +89,15 @@ class Swap:
             ) from error
         self._staging.failure = None
         if not stay_paused:
-            await self._engine.resume_generation()
+            await compat.unless_dead(self._engine, self._engine.resume_generation())
         going.record.pause_seconds = time.perf_counter() - pause_started
         going.record.outcome = "applied"
 
     async def _label(self, version: int) -> None:
         await mark_version(self._engine, version)
         if compat.has_weight_version():
-            await self._engine.update_weight_version(str(version))
+            label = self._engine.update_weight_version(str(version))
+            await compat.unless_dead(self._engine, label)
 
     async def _go_back(self, going: Update, old: Stack | None, error: BaseException) -> None:
         """Load the weights that were served before.

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from tests.client import Client
 from tests.server.faultlab.disk import limited
-from tests.server.faultlab.lab import STAGED, Case, Lab, Violation, in_parallel
+from tests.server.faultlab.lab import STAGED, Case, Lab, Violation, in_parallel, told
 from tests.server.faultlab.policies import SCALING, Draft, Policy
 from tests.server.faultlab.spoil import SPOILERS, flip_bit
 from tests.server.faultlab.trainer import Job
@@ -735,22 +735,12 @@ def kill_worker(lab: Lab, case: Case) -> None:
     what = case.scenario.row.what
     if what == "applying":
         draft = good(lab, case)
-        with lab.held(lambda: _lost(lambda: lab.send_file(draft, case.new))) as (pid, result):
+        with lab.held(lambda: told(lambda: lab.send_file(draft, case.new))) as (pid, result):
             os.kill(pid, signal.SIGKILL)
-            result.result()
+            if result.result() == 200:
+                raise Violation("a dead engine took an update")
         return
     processes = engine_processes(lab.server.process.pid)
     mark = "Worker" if what == "one_rank" else "EngineCore"
     names = sorted(name for name in processes if mark in name)
     os.kill(processes[names[-1]], signal.SIGKILL)
-
-
-def _lost(ask: Callable[[], httpx.Response]) -> int:
-    """Status of an answer, 0 when none came."""
-    try:
-        answer = ask()
-    except httpx.HTTPError:
-        return 0
-    if answer.status_code == 200:
-        raise Violation("a dead engine took an update")
-    return answer.status_code

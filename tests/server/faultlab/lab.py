@@ -124,6 +124,16 @@ class Flight:
         with self._pool:
             return self._result.result(timeout=2 * PATIENCE)
 
+    def crash(self) -> None:
+        """It is told that the engine died, unless it had landed before."""
+        try:
+            self.land()
+        except httpx.TimeoutException as error:
+            raise Violation(f"a request hangs: {error!r}") from error
+        except (httpx.HTTPError, AssertionError):
+            return
+        self.check(kept_kv=True, served=self.old)
+
     def check(self, kept_kv: bool, served: int) -> None:
         """Complete, and every token from a policy that was served then.
 
@@ -550,21 +560,28 @@ class Lab:
     def examine_dead(self, flight: Flight | None) -> Outcome:
         """The engine is gone: nothing is answered but errors, and nothing hangs."""
         if flight is not None:
-            with contextlib.suppress(httpx.HTTPError, AssertionError):
-                flight.land()
-                raise Violation("a request was answered by a dead engine")
-
-        def gone() -> bool:
-            try:
-                return self.client.http.get("/health").status_code == 503
-            except httpx.HTTPError:
-                return True
-
-        self.until(gone, "/health tells that the engine is dead")
-        with contextlib.suppress(httpx.HTTPError):
-            if self.client.ask_rollout([PROMPTS[0]], max_tokens=1).status_code == 200:
-                raise Violation("a dead engine answers")
+            flight.crash()
+        health = lambda: told(lambda: self.client.http.get("/health"))  # noqa: E731
+        self.until(lambda: health() in {0, 503}, "/health tells that the engine is dead")
+        if told(lambda: self.client.ask_rollout([PROMPTS[0]], max_tokens=1)) == 200:
+            raise Violation("a dead engine answers")
+        ended = lambda: self.server.process.poll() is not None  # noqa: E731
+        self.until(ended, "a server without an engine ends, so that it can be started again")
         return "dead"
+
+
+def told(ask: Callable[[], httpx.Response]) -> int:
+    """Status of an answer, 0 when the connection broke.
+
+    Raises:
+        Violation: there is no answer and no end of it.
+    """
+    try:
+        return ask().status_code
+    except httpx.TimeoutException as error:
+        raise Violation(f"a request hangs: {error!r}") from error
+    except httpx.HTTPError:
+        return 0
 
 
 def _old(codes: list[int]) -> Outcome:
