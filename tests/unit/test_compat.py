@@ -3,10 +3,14 @@
 Properties:
 - vLLM below 0.26 is refused, with what would go wrong; supported releases pass;
 - facts switch at the release they name;
-- newer than what was read is noticed, not refused.
+- newer than what was read is noticed, not refused;
+- a call that a dead engine never answers ends with the engine's error.
 """
 
 from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
@@ -41,3 +45,21 @@ def test_facts_switch_at_their_release() -> None:
 def test_the_installed_version_has_no_build_tag() -> None:
     assert compat.vllm_version().local is None
     compat.check_vllm_version()
+
+
+def test_a_call_to_a_dead_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer comes through as long as the engine lives; a dead one's error ends the wait."""
+    monkeypatch.setattr(compat, "DEATH_SECONDS", 0.01)
+    engine = SimpleNamespace(errored=False, dead_error=RuntimeError("the engine is dead"))
+
+    async def answer() -> int:
+        await asyncio.sleep(0.05)
+        return 7
+
+    async def never() -> None:
+        asyncio.get_running_loop().call_later(0.05, setattr, engine, "errored", True)
+        await asyncio.Event().wait()
+
+    assert asyncio.run(compat.unless_dead(engine, answer())) == 7
+    with pytest.raises(RuntimeError, match="the engine is dead"):
+        asyncio.run(compat.unless_dead(engine, never()))

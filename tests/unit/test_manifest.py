@@ -116,6 +116,18 @@ def test_l8_values_that_are_not_finite(tmp_path: Path, value: float) -> None:
         verify_file(path, read_header(path), None)
 
 
+@pytest.mark.parametrize(("served", "value"), [("BF16", 3.4e38), ("F16", -65520.0)])
+def test_l8_values_that_rounding_makes_infinite(tmp_path: Path, served: str, value: float) -> None:
+    """L8, W13: a float32 tensor is checked as what it will be in the served dtype."""
+    path = tmp_path / "update.safetensors"
+    save_file({"a": torch.tensor([1.0, value])}, path)
+    verify_file(path, read_header(path), None)
+    with pytest.raises(ManifestError, match=r"^a holds 1 value"):
+        verify_file(path, read_header(path), None, {"a": TensorSpec(dtype=served, shape=(2,))})
+    save_file({"a": torch.tensor([1.0, value * 0.99])}, path)
+    verify_file(path, read_header(path), None, {"a": TensorSpec(dtype=served, shape=(2,))})
+
+
 @settings(deadline=None)
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),

@@ -4,11 +4,13 @@ Properties:
 - a bare name of a regular file is found; everything else is refused (X1);
 - one update at a time, also across processes, and a dead holder does not block (W16, W18);
 - a file is taken over for an update and goes back unless it is served; what the dead left goes;
+- a full or closed directory is refused as one, and hides no failure;
 - a private directory is private, marked with the server's id, and removed by its maker only.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
@@ -20,7 +22,7 @@ from typing import Any
 import pytest
 
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.weights.errors import ManifestError, UpdateInProgress
+from vllm_parity_plugin.weights.errors import ManifestError, OutOfSpace, UpdateInProgress
 from vllm_parity_plugin.weights.staging import FAILURE, PREFIX, SET, YOUNG, Staging
 from vllm_parity_plugin.wire import INCOMING, MARKER_FILE
 
@@ -200,6 +202,43 @@ def test_failure_is_seen_by_every_process(staging: Staging) -> None:
     assert other.failure == "half-loaded: é"
     other.failure = None
     assert staging.failure is None
+
+
+def test_a_failure_that_cannot_be_written_is_told(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk nothing raises, nothing is left behind, and this process knows it."""
+
+    def no_space(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", no_space)
+        staging.failure = "half-loaded"
+        assert staging.failure == "half-loaded"
+    assert not list(staging.path.glob(f"{FAILURE}*"))
+    staging.failure = None
+    assert staging.failure is None
+
+
+def test_a_closed_directory_is_said_to_be_one(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the system refuses becomes OutOfSpace, before anything is touched."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    given = staging.path / "update.safetensors"
+    given.write_bytes(b"x")
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "rename", refuse)
+        with pytest.raises(OutOfSpace, match="Read-only"), staging.taken(given, 3):
+            raise AssertionError("unreachable")
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OutOfSpace, match="Read-only"), staging.transaction(3):
+        raise AssertionError("unreachable")
+    assert given.exists()
 
 
 def test_a_private_directory() -> None:
