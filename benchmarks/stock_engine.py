@@ -1,7 +1,8 @@
 """What a stock vLLM server needs to load a safetensors file on a CPU: a weight transfer engine.
 
 The built-in engines need CUDA. This one opens the file and hands its tensors to vLLM's own
-layerwise reload; it checks nothing. ``install`` writes it, as an installed plugin, to a directory
+layerwise reload; it checks nothing. Benchmarks measure against it, and the controls of the tests
+show what it lets through. ``install`` writes it, as an installed plugin, to a directory
 for PYTHONPATH. It imports nothing but vLLM, because it runs inside stock vLLM.
 """
 
@@ -37,9 +38,10 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """Path of the safetensors file."""
+    """Path of the safetensors file, and which of its tensors to load (None: all)."""
 
     path: str
+    names: list[str] | None = None
 
 
 def engine_class() -> type[Any]:
@@ -69,7 +71,8 @@ def engine_class() -> type[Any]:
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
             with safe_open(update_info.path, framework="pt") as file:
-                self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+                names = update_info.names or list(file.keys())
+                self.model.load_weights((name, file.get_tensor(name)) for name in names)
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

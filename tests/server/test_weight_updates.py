@@ -515,26 +515,6 @@ def test_w7_an_update_of_a_sleeping_engine(
     subject.restore()
 
 
-def test_w7_lifecycle_routes_wait_for_the_update(untied: Subject, fault: dict[str, str]) -> None:
-    """W7, W18: while an update is applied, pausing and resuming by hand are refused with 409, and
-    neither gets in its way."""
-    codes: list[int] = []
-    versions = untied.client.status().policy_version
-    with ThreadPoolExecutor() as pool:
-        updates = [
-            pool.submit(Client(untied.server).update, noisy(untied.original, seed=40 + i), v)
-            for i, v in enumerate(range(versions + 1, versions + 4))
-        ]
-        while not all(update.done() for update in updates):
-            for path in ("pause", "resume"):
-                codes.append(untied.client.http.post(f"/v1/parity/{path}").status_code)
-    untied.client.http.post("/v1/parity/resume")
-    assert set(codes) <= {204, 409}
-    assert any(update.result().status_code == 200 for update in updates)
-    status = untied.client.status()
-    assert status.state == "serving"
-
-
 def long_prompt_logprobs(subject: Subject) -> tuple[np.ndarray, list[list[int]], int]:
     """Logprobs and ids after the long prompt, and the prompt tokens that came from a cache."""
     hits = subject.client.metric("vllm:prefix_cache_hits_total")

@@ -458,8 +458,10 @@ def test_a_trainer_hears_of_a_failure(uploads: Uploads, wire: type[Wire]) -> Non
     assert uploads.current() is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be taken")
-def test_without_cuda_the_trainer_refuses(uploads: Uploads, wire: type[Wire]) -> None:
+def test_without_cuda_the_trainer_refuses(
+    uploads: Uploads, wire: type[Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ParityError, match="NCCL moves bytes between CUDA devices only"):
         NcclWeightSync(Server(uploads, wire))
 
