@@ -31,7 +31,10 @@ PACKAGES = (PLUGIN, TRAINER)
 
 PURE = frozenset(
     {
+        "trl_callbacks.centering_inputs",
+        "trl_callbacks.centering_metrics",
         "trl_callbacks.importance_weights",
+        "trl_callbacks.policy_ratio",
         "trl_callbacks.score_centering",
         "trl_callbacks.token_logprobs",
         "vllm_parity_plugin.mismatch",
