@@ -31,9 +31,11 @@ PACKAGES = (PLUGIN, TRAINER)
 
 PURE = frozenset(
     {
+        "trl_callbacks.centering_gap",
         "trl_callbacks.centering_inputs",
         "trl_callbacks.centering_metrics",
         "trl_callbacks.importance_weights",
+        "trl_callbacks.loss_types",
         "trl_callbacks.policy_ratio",
         "trl_callbacks.score_centering",
         "trl_callbacks.token_logprobs",

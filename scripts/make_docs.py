@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_callbacks.config import ParityGRPOConfig
+from trl_callbacks.importance_weights import WEIGHTS
+from trl_callbacks.loss_types import STEPS, support_table
 from trl_callbacks.metrics import METRICS
 from vllm_parity_plugin.cpu_seeds import CPU_SEED_PATCHES
 from vllm_parity_plugin.install import PATCHES
@@ -65,6 +67,15 @@ def configuration() -> str:
     )
 
 
+def losses() -> str:
+    """Which losses, weights and numbers of optimizer steps score centering takes."""
+    columns = tuple(f"`{weight}`, {steps}" for weight in WEIGHTS for steps in STEPS)
+    return table(
+        ("`loss_type`", "factor of r = p / p_old", *columns),
+        ((f"`{name}`", factor, *cells) for name, factor, *cells in support_table()),
+    )
+
+
 def metrics() -> str:
     """Metrics in the trainer's logs."""
     return table(
@@ -96,6 +107,10 @@ def page() -> str:
             "`LLM`, `AsyncLLM`), and checked on the configuration that vLLM resolves.\n\n" + rules()
         ),
         "`ParityGRPOConfig`": "Everything `GRPOConfig` takes, and:\n\n" + configuration(),
+        "Losses under score centering": "Columns: `score_centering_weight`, and one or several "
+        "optimizer steps on a rollout (`num_iterations`, or `steps_per_generation` above "
+        "`gradient_accumulation_steps`). What is refused is refused by `ParityGRPOConfig`, with "
+        "the reason; `importance_sampling_level` must be `token`.\n\n" + losses(),
         "Metrics": "In the trainer's logs, `state.log_history` and every `report_to` "
         "integration.\n\n" + metrics(),
         "Patch ledger": "Every change the plugin makes to vLLM; `vllm-parity ledger` prints it. A "

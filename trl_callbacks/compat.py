@@ -79,3 +79,10 @@ def log_metrics(trainer: Any, values: dict[str, float]) -> None:
     mode = "train" if trainer.model.training else "eval"
     for name, value in values.items():
         trainer._metrics[mode][name].append(value)
+
+
+def replace_metrics(trainer: Any, values: dict[str, float]) -> None:
+    """Put values in the place of what TRL logged last under the same names."""
+    mode = "train" if trainer.model.training else "eval"
+    for name, value in values.items():
+        trainer._metrics[mode][name][-1] = value

@@ -7,13 +7,11 @@ from typing import get_args
 
 from trl import GRPOConfig
 
-from trl_callbacks.importance_weights import Weight, resolve_weight
+from trl_callbacks.importance_weights import WEIGHTS, Weight, resolve_weight
+from trl_callbacks.loss_types import LOSSES, SUPPORTED, refusal
+from trl_callbacks.policy_ratio import PolicyRatio
 from trl_callbacks.weight_sync import KV, Transport
 from vllm_parity_plugin.errors import ParityError
-
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""TRL losses whose only difference is how tokens are averaged; centering fits each of them."""
-WEIGHTS = ("none", "tis", "mis")
 
 
 @dataclass
@@ -46,8 +44,9 @@ class ParityGRPOConfig(GRPOConfig):
     score_centering_weight: str = field(
         default="none",
         metadata={
-            "help": "Importance weight composed with centering: none, tis (truncated at the cap) "
-            "or mis (zero outside the bounds)."
+            "help": "Importance weight composed with centering: none, tis (truncated at the cap), "
+            "mis (zero outside the bounds) or is (never truncated: nothing is left to centre "
+            "but what the loss clips)."
         },
     )
     score_centering_cap: float = field(
@@ -64,6 +63,15 @@ class ParityGRPOConfig(GRPOConfig):
         metadata={
             "help": "Sampling is truncated (top_k, with or without top_p and min_p) and the head "
             "holds everything the sampler kept; the trainer is renormalised to it."
+        },
+    )
+    score_centering_audit: int = field(
+        default=0,
+        metadata={
+            "help": "Positions of each rollout at which the correction is also computed from all "
+            "entries that the server returns, and compared "
+            "(parity/score_centering/top_k_gap). The server needs a VLLM_PARITY_HEAD_SIZE above "
+            "score_centering_top_k."
         },
     )
     parity_mode: str = field(
@@ -127,9 +135,22 @@ class ParityGRPOConfig(GRPOConfig):
             "none": {},
             "tis": {"cap": self.score_centering_cap},
             "mis": {"low": self.score_centering_low, "high": self.score_centering_high},
+            "is": {},
         }
         name = self.score_centering_weight
         return resolve_weight(name, **params[name])
+
+    def ratio(self) -> PolicyRatio:
+        """What the loss type makes of a token's ratio to the policy of the rollout."""
+        build = LOSSES[self.loss_type].ratio
+        assert build is not None  # the others are refused
+        return build(self)
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether one rollout serves several optimizer steps, by TRL's own rule."""
+        per_rollout = (self.steps_per_generation or 1) * self.num_iterations
+        return self.gradient_accumulation_steps % per_rollout != 0
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -148,10 +169,11 @@ def _check_centering(config: ParityGRPOConfig) -> None:
         ParityError: a setting under which the centering term would not be the sampler's
             expected score.
     """
+    weight, loss_type = config.score_centering_weight, config.loss_type
     checks: list[tuple[bool, str, str, str]] = [
         (
-            config.score_centering_weight not in WEIGHTS,
-            f"score_centering_weight={config.score_centering_weight!r}",
+            weight not in WEIGHTS,
+            f"score_centering_weight={weight!r}",
             "There is no such weight",
             f"use one of {', '.join(WEIGHTS)}",
         ),
@@ -162,11 +184,16 @@ def _check_centering(config: ParityGRPOConfig) -> None:
             "set it to 32 or more, or score_centering=False",
         ),
         (
-            config.loss_type not in LOSS_TYPES,
-            f"loss_type={config.loss_type!r}",
-            "Its per-token weight is not a function of one token's ratio, so the sampler's "
-            "expected score under it cannot be computed from a head",
-            f"use one of {', '.join(LOSS_TYPES)}",
+            config.score_centering_audit < 0,
+            f"score_centering_audit={config.score_centering_audit}",
+            "It is a number of positions",
+            "set it to 0 (off) or to a few, such as 8",
+        ),
+        (
+            weight in WEIGHTS and bool(refusal(loss_type, weight)),
+            f"loss_type={loss_type!r}",
+            refusal(loss_type, weight),
+            f"use one of {', '.join(SUPPORTED)}",
         ),
         (
             config.importance_sampling_level != "token",
@@ -175,35 +202,12 @@ def _check_centering(config: ParityGRPOConfig) -> None:
             "set importance_sampling_level='token'",
         ),
         (
-            config.num_iterations > 1
-            or config.gradient_accumulation_steps % (config.steps_per_generation or 1) != 0,
-            f"num_iterations={config.num_iterations}, "
-            f"steps_per_generation={config.steps_per_generation}, "
-            f"gradient_accumulation_steps={config.gradient_accumulation_steps}",
-            "Several optimizer steps on one rollout are clipped by a ratio to the old policy, "
-            "whose head was not recorded",
-            "set num_iterations=1 and steps_per_generation=gradient_accumulation_steps",
-        ),
-        (
             bool(config.vllm_importance_sampling_correction)
             and not config.vllm_importance_sampling_mode.startswith("sequence"),
             "vllm_importance_sampling_correction=True with "
             f"vllm_importance_sampling_mode={config.vllm_importance_sampling_mode!r}",
             "A token-level weight would be applied twice, and to the sampled token only",
             "set score_centering_weight='tis' (or 'mis') instead, or a sequence_* mode",
-        ),
-        (
-            config.off_policy_mask_threshold is not None,
-            f"off_policy_mask_threshold={config.off_policy_mask_threshold}",
-            "The mask depends on the whole completion and is not applied by the centred loss",
-            "leave it at None",
-        ),
-        (
-            config.entropy_coef != 0.0 or config.use_adaptive_entropy,
-            f"entropy_coef={config.entropy_coef}, "
-            f"use_adaptive_entropy={config.use_adaptive_entropy}",
-            "The fp32 head returns the entropy without a gradient",
-            "set entropy_coef=0.0 and use_adaptive_entropy=False",
         ),
         (
             config.use_liger_kernel,

@@ -119,7 +119,12 @@ def install_parity_head(model: Any, *, temperature: float, served_dtype: torch.d
 
     @functools.wraps(type(target).forward)
     def forward(
-        self: Any, *args: Any, fused_lm_head: bool = False, head_ids: Any = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        head_ids: Any = None,
+        entropy_grad: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
             return fused(*args, **kwargs)

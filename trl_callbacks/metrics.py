@@ -40,22 +40,36 @@ _CENTERING = (
      "far from 1 with a small head mass: the tail model is strained; raise the head size"),
     ("tail_share", "part of the removed drift that comes from outside the head",
      "above 0.1: raise score_centering_top_k"),
-    ("weight_mean", "mean p/q of sampled tokens, before cap or mask", "see parity/ratio/mean"),
+    ("weight_mean", "mean p/q of sampled tokens, before cap or mask (p_old/q where one rollout "
+     "serves several optimizer steps)", "see parity/ratio/mean"),
     ("weight_min", "smallest of the same", "see parity/ratio/min"),
     ("weight_max", "largest of the same", "see parity/ratio/max"),
+    ("weight_used_mean", "mean of what multiplies a sampled token's gradient: the importance "
+     "weight times the loss's factor of p/p_old",
+     "far below weight_mean: most of the gradient is capped, masked or clipped away"),
+    ("weight_used_max", "largest of the same", "large with weight 'is': use tis"),
     ("weight_clipped_share", "tokens whose weight was capped or masked",
      "above 0.1: the policies are far apart; sync more often"),
-    ("ess", "effective sample size of the same", "see parity/ess"),
+    ("policy_clipped_share", "tokens whose ratio to the old policy the loss holds at a bound",
+     "above 0.2: fewer optimizer steps per rollout, or a smaller learning rate"),
+    ("ess", "effective sample size of the weights before cap or mask", "see parity/ess"),
     ("floor_hits", "tokens where a tail mass was below 1e-6", "harmless on peaked policies"),
     ("correction_l1", "sum over the head of |coefficients|", "its growth is the drift's"),
-    ("drift_removed", "L1 of the sampler's expected score that was subtracted",
+    ("drift_removed", "L1 of the sampler's expected score that was subtracted, by the logits",
      "what an uncentred loss would have followed instead of the reward"),
+    ("drift_share", "the same over the L1 of the sampled tokens' own gradients",
+     "above 0.1: an uncentred loss would have drifted visibly; look for the mismatch's cause"),
     ("nan_tokens", "tokens left out of the loss", "see parity/nan_tokens"),
     ("tokens", "tokens in the loss, per process", "0 means an empty batch"),
     ("head_gap_mean", "mean |log p - log q| over head entries",
      "dominated by rare tokens; compare with parity/logprob_diff/mean"),
     ("head_gap_l1", "sum over the head of |p - q|, mean over tokens",
      "total variation seen by the head"),
+)  # fmt: skip
+_AUDIT = (
+    ("top_k_gap", "error of the correction against that from all entries which the server "
+     "returns, on a few positions of each rollout (score_centering_audit only)",
+     "above 0.1: raise score_centering_top_k"),
 )  # fmt: skip
 _UPDATES = (
     ("policy_version", "version that the server serves", "must grow by one at every sync"),
@@ -71,7 +85,7 @@ METRICS = (
     *(Metric(f"parity/{name}", meaning, advice) for name, meaning, advice in _MISMATCH),
     *(
         Metric(f"parity/score_centering/{name}", meaning, advice)
-        for name, meaning, advice in _CENTERING
+        for name, meaning, advice in (*_CENTERING, *_AUDIT)
     ),
     *(Metric(f"parity/{name}", meaning, advice) for name, meaning, advice in _UPDATES),
 )

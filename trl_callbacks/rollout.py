@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_callbacks.compat import log_metrics
+from trl_callbacks.heads import Rollouts, SampledLogprob, unusable_rows
 from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tensors
 from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
@@ -42,6 +43,7 @@ class ParityGeneration(VLLMGeneration):
         **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
 
     Attributes:
+        rollouts: this process's rollouts since the trainer began a generation.
         last_rollout: this process's latest rollout, prompt-major as TRL's rows are.
         last_update: the latest weight update; None before the first.
     """
@@ -60,6 +62,7 @@ class ParityGeneration(VLLMGeneration):
         self._transport: Transport = transport
         self._kv: KV = kv
         self.calls = 0
+        self.rollouts = Rollouts()
         self.last_rollout: Rollout | None = None
         self.last_update: WeightUpdateResult | None = None
         self._sync: WeightSync | None = None
@@ -97,7 +100,7 @@ class ParityGeneration(VLLMGeneration):
         images: list[Any] | None,
         num_generations: int,
         profiler: Any = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[SampledLogprob]]], None]:
         """One completion per prompt (TRL repeats prompts ``num_generations`` times).
 
         Returns:
@@ -114,19 +117,21 @@ class ParityGeneration(VLLMGeneration):
             prompts=prompts,
             head_size=self.logprobs or 0,
             seeds=self._seeds(len(prompts)),
-            sampling=self._sampling(),
+            sampling=self.sampling(),
         )
         with profiler or nullcontext():
             rollout = self.client.rollout(request)
         self.last_rollout = rollout
-        ids, logprobs = [], []
-        for sequence in range(len(rollout)):
-            span = rollout.span(sequence)
-            ids.append(rollout.token_ids[span].tolist())
-            logprobs.append([[value] for value in rollout.logprobs[span].tolist()])
+        ids = [rollout.token_ids[rollout.span(row)].tolist() for row in range(len(rollout))]
+        logprobs = [[[value] for value in row] for row in self.rollouts.add(rollout)]
         return prompts, ids, logprobs, None
 
-    def _sampling(self) -> Sampling:
+    def sampling(self) -> Sampling:
+        """The sampling parameters of a request.
+
+        Raises:
+            ParityError: ``generation_kwargs`` asks for something that would be dropped.
+        """
         values = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -224,22 +229,6 @@ def generation_for(
     )
 
 
-def unusable_rows(rollout: Rollout) -> dict[int, str]:
-    """Sequences that must not be trained on: row -> reason.
-
-    ``abort`` is never an answer (case W4), and a NaN logprob means that the whole row of logits
-    was broken, so the tokens themselves are garbage (case L8).
-    """
-    reasons = {}
-    for row, finish in enumerate(rollout.finish_reasons):
-        broken = np.flatnonzero(~np.isfinite(rollout.logprobs[rollout.span(row)]))
-        if finish not in {"stop", "length"}:
-            reasons[row] = f"it ended with {finish!r}"
-        elif len(broken):
-            reasons[row] = f"its logprob at position {int(broken[0])} is not finite"
-    return reasons
-
-
 class ParityRollout:
     """A TRL ``rollout_func``: samples from a parity server and keeps it in step with the trainer.
 
@@ -279,6 +268,7 @@ class ParityRollout:
                 trainer, self.client, self._seed, self._transport, self._kv
             )
         generation = self._generation
+        generation.rollouts = Rollouts()
         if trainer.state.global_step != self._synced_step:
             generation.sync_weights()
             self._synced_step = trainer.state.global_step
@@ -313,21 +303,3 @@ def log_update(trainer: Any, generation: ParityGeneration) -> None:
                 "parity/weight_update/bytes": float(update.bytes),
             },
         )
-
-
-def padded_heads(
-    rollout: Rollout, tokens: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Head ids [B, T, K] (int32, padding -1) and log q [B, T, K] (padding -inf).
-
-    Padded to ``tokens``, the width that TRL padded the completions to.
-    """
-    rows, size = len(rollout), rollout.head_ids.shape[1]
-    ids = np.full((rows, tokens, size), -1, dtype=np.int32)
-    logprobs = np.full((rows, tokens, size), -np.inf, dtype=np.float32)
-    for row in range(rows):
-        span = rollout.span(row)
-        length = span.stop - span.start
-        ids[row, :length] = rollout.head_ids[span]
-        logprobs[row, :length] = rollout.head_logprobs[span]
-    return torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)

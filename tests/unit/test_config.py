@@ -6,14 +6,16 @@ settings are untouched; the documented defaults are the real ones.
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from trl_callbacks import ParityGRPOConfig
-from trl_callbacks.config import LOSS_TYPES
-from trl_callbacks.importance_weights import MaskedWeight, NoWeight, TruncatedWeight
+from trl_callbacks.importance_weights import FullWeight, MaskedWeight, NoWeight, TruncatedWeight
+from trl_callbacks.loss_types import LOSSES, SUPPORTED, support_table
+from trl_callbacks.policy_ratio import CappedRatio, ClippedRatio, GatedRatio
 from vllm_parity_plugin.errors import ParityError
 
 
@@ -21,26 +23,45 @@ def config(**values: Any) -> ParityGRPOConfig:
     return ParityGRPOConfig(use_cpu=True, bf16=False, report_to=[], **values)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_averaging_losses_are_accepted(loss_type: str) -> None:
-    """S9: losses that differ only in how they average tokens."""
-    assert config(loss_type=loss_type).loss_type == loss_type
+@pytest.mark.parametrize("loss_type", SUPPORTED)
+@pytest.mark.parametrize("weight", ["none", "tis", "mis", "is"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_supported_losses_are_accepted(loss_type: str, weight: str, steps: int) -> None:
+    """S9: whatever the table calls supported can be constructed."""
+    values = {"loss_type": loss_type, "score_centering_weight": weight, "num_iterations": steps}
+    accepted = config(**values)
+    assert accepted.several_steps == (steps > 1)
+    row = next(row for row in support_table() if row[0] == loss_type)
+    assert set(row[2:]) == {"supported"}
+
+
+def test_every_loss_of_trl_is_in_the_table() -> None:
+    """A loss that TRL adds is refused until it was read, and this test says so."""
+    help_text = next(f for f in fields(ParityGRPOConfig) if f.name == "loss_type").metadata["help"]
+    named = set(re.findall(r"'([a-z_]+)'", help_text.split(".")[0] + help_text))
+    assert set(LOSSES) <= named
+    with pytest.raises(ParityError, match="loss_type='new_loss'"):
+        config(loss_type="new_loss")
+
+
+def test_ratios_come_from_trls_settings() -> None:
+    """epsilon, epsilon_high, delta and SAPO's temperatures, with TRL's defaults."""
+    assert config(loss_type="dapo").ratio() == ClippedRatio(0.2, 0.2)
+    assert config(loss_type="grpo", epsilon=0.1, epsilon_high=0.28, delta=2.0).ratio() == (
+        ClippedRatio(0.1, 0.28, 2.0)
+    )
+    assert config(loss_type="cispo", epsilon_high=5.0).ratio() == CappedRatio(5.0)
+    assert config(loss_type="sapo").ratio() == GatedRatio(1.0, 1.05)
 
 
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"loss_type": "cispo"}, "loss_type='cispo'"),
         ({"loss_type": "luspo"}, "loss_type='luspo'"),
-        ({"loss_type": "sapo"}, "loss_type='sapo'"),
         ({"loss_type": "vespo"}, "loss_type='vespo'"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
-        ({"num_iterations": 2}, "num_iterations=2"),
-        ({"steps_per_generation": 4}, "steps_per_generation=4"),
-        ({"score_centering_weight": "is"}, "score_centering_weight='is'"),
+        ({"score_centering_weight": "best"}, "score_centering_weight='best'"),
         ({"score_centering_top_k": 0}, "score_centering_top_k=0"),
-        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
-        ({"entropy_coef": 0.01}, "entropy_coef=0.01"),
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         (
             {
@@ -83,6 +104,7 @@ def test_weights_come_from_the_settings() -> None:
         TruncatedWeight(3.0)
     )
     assert config(score_centering_weight="mis").weight() == MaskedWeight(0.5, 5.0)
+    assert config(score_centering_weight="is").weight() == FullWeight()
 
 
 @pytest.mark.parametrize("values", [{"weight_transport": "nccl"}, {"weight_kv": "drop"}])

@@ -1,0 +1,230 @@
+"""Sampler heads on their way from rollouts to the loss.
+
+TRL hands a generation's logprobs around as lists of floats, and joins and cuts them when a
+completion has several turns. Here each of these floats knows which sampled token it is, so the
+heads find their tokens again wherever TRL put them.
+
+Shapes: B rows, T tokens of the padded completions, K head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.wire import Rollout
+
+HEAD_IDS = "sampler_head_ids"
+HEAD_LOGPROBS = "sampler_head_logprobs"
+OLD_HEAD_LOGPROBS = "old_head_logprobs"
+"""Keys of a batch: [B, T, K] int32 (padding -1), float32 (padding -inf) and float32."""
+SAME_LOGPROB = 1e-6
+"""Largest difference between a sampled token's logprob and its entry in the head."""
+
+
+class SampledLogprob(float):
+    """The logprob of a sampled token, and which token of the generation it is."""
+
+    __slots__ = ("index",)
+    index: int
+
+
+class Rollouts:
+    """The rollouts of one generation: one, or one for each turn of a tool loop."""
+
+    def __init__(self) -> None:
+        self._rollouts: list[Rollout] = []
+        self._tokens = 0
+
+    def add(self, rollout: Rollout) -> list[list[SampledLogprob]]:
+        """Keep a rollout and return its logprobs, sequence by sequence."""
+        values = [SampledLogprob(value) for value in rollout.logprobs.tolist()]
+        for index, value in enumerate(values, self._tokens):
+            value.index = index
+        self._rollouts.append(rollout)
+        self._tokens += len(values)
+        return [values[rollout.span(row)] for row in range(len(rollout))]
+
+    def rows(
+        self, completion_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+    ) -> Rows:
+        """Where each token of the finished completions came from.
+
+        Raises:
+            ParityError: lengths differ, or a token is not the one that was sampled (case L11).
+        """
+        sampled = np.concatenate([rollout.token_ids for rollout in self._rollouts])
+        indices = []
+        for row, (ids, values) in enumerate(zip(completion_ids, logprobs, strict=True)):
+            index = np.array([getattr(value, "index", -1) for value in values], dtype=np.int64)
+            own = index >= 0
+            if len(ids) != len(values) or (sampled[index[own]] != np.asarray(ids)[own]).any():
+                raise ParityError(
+                    f"Completion {row} has {len(ids)} tokens and {len(values)} logprobs that are "
+                    "not of the same tokens.",
+                    "Its logprobs and heads would be taken for those of other tokens.",
+                    "do not change completions between sampling and the loss.",
+                )
+            indices.append(index)
+        return Rows(self._rollouts, indices)
+
+
+class Rows:
+    """The completions of a generation, as indices of sampled tokens (-1 for a tool's tokens)."""
+
+    def __init__(self, rollouts: Sequence[Rollout], indices: Sequence[np.ndarray]) -> None:
+        self._rollouts, self._indices = rollouts, indices
+        self._padded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def heads(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Head ids [B, T, K] (int32, padding -1) and log q [B, T, K] (padding -inf).
+
+        Padded to ``tokens``, the width that TRL padded the completions to.
+
+        Raises:
+            ParityError: a head that names a token twice, or gives the sampled token another
+                logprob than the rollout (case S7).
+        """
+        if tokens in self._padded:
+            return self._padded[tokens]
+        index = np.full((len(self._indices), tokens), -1, dtype=np.int64)
+        for row, found in enumerate(self._indices):
+            index[row, : len(found)] = found
+        own = index >= 0
+        size = self._rollouts[0].head_ids.shape[1]
+        ids = np.full((*index.shape, size), -1, dtype=np.int32)
+        logprobs = np.full((*index.shape, size), -np.inf, dtype=np.float32)
+        ids[own] = self._joined("head_ids")[index[own]]
+        logprobs[own] = self._joined("head_logprobs")[index[own]]
+        padded = torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)
+        sampled = np.full(index.shape, -1, dtype=np.int64)
+        sampled[own] = self._joined("token_ids")[index[own]]
+        values = np.zeros(index.shape, dtype=np.float32)
+        values[own] = self._joined("logprobs")[index[own]]
+        check_heads(
+            *padded, torch.from_numpy(sampled).to(device), torch.from_numpy(values).to(device)
+        )
+        self._padded[tokens] = padded
+        return padded
+
+    def unusable(self) -> dict[int, str]:
+        """Completions that must not be trained on: row -> reason.
+
+        Raises:
+            ParityError: a later turn was aborted before its first token, so that no completion
+                can be told to be the one.
+        """
+        first, reasons = 0, {}
+        for turn, rollout in enumerate(self._rollouts):
+            for sequence, reason in unusable_rows(rollout).items():
+                span = rollout.span(sequence)
+                if turn == 0:
+                    reasons[sequence] = reason
+                elif span.stop > span.start:
+                    rows = self._rows_with(first + span.start, first + span.stop)
+                    reasons.update(dict.fromkeys(rows, reason))
+                else:
+                    raise ParityError(
+                        f"A completion could not be continued after its tool call: {reason}.",
+                        "It has no token that would tell which completion it is, and a fragment "
+                        "must not be graded as an answer.",
+                        "look at the server's log.",
+                    )
+            first += len(rollout.token_ids)
+        return reasons
+
+    def _rows_with(self, start: int, stop: int) -> list[int]:
+        return [
+            row
+            for row, index in enumerate(self._indices)
+            if ((index >= start) & (index < stop)).any()
+        ]
+
+    def _joined(self, name: str) -> np.ndarray:
+        return np.concatenate([getattr(rollout, name) for rollout in self._rollouts])
+
+
+def unusable_rows(rollout: Rollout) -> dict[int, str]:
+    """Sequences that must not be trained on: row -> reason.
+
+    ``abort`` is never an answer (case W4), and a NaN logprob means that the whole row of logits
+    was broken, so the tokens themselves are garbage (case L8).
+    """
+    reasons = {}
+    for row, finish in enumerate(rollout.finish_reasons):
+        broken = np.flatnonzero(~np.isfinite(rollout.logprobs[rollout.span(row)]))
+        if finish not in {"stop", "length"}:
+            reasons[row] = f"it ended with {finish!r}"
+        elif len(broken):
+            reasons[row] = f"its logprob at position {int(broken[0])} is not finite"
+    return reasons
+
+
+def check_heads(
+    ids: torch.Tensor, logprobs: torch.Tensor, sampled: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Refuse heads that do not belong to their tokens.
+
+    Args:
+        ids: [B, T, K], -1 for padding.
+        logprobs: [B, T, K].
+        sampled: [B, T] sampled token ids, -1 where there is none.
+        values: [B, T] logprobs of the sampled tokens.
+
+    Raises:
+        ParityError: naming the completion and the position.
+    """
+    # A sampled token outside its head has no entry to compare; a NaN one leaves the loss later.
+    own = (ids == sampled.unsqueeze(-1)) & (ids >= 0)
+    moved = (own & ((logprobs - values.unsqueeze(-1)).abs() > SAME_LOGPROB)).any(-1)
+    ordered = ids.sort(-1).values
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+    wrong = moved | twice
+    if wrong.any():
+        row, token = (int(value) for value in wrong.nonzero()[0])
+        problem = (
+            "names a token twice"
+            if twice[row, token]
+            else "gives the sampled token another logprob than the rollout"
+        )
+        raise ParityError(
+            f"The sampler's head of completion {row} at position {token} {problem} "
+            f"({int(wrong.sum())} of {int((sampled >= 0).sum())} positions are wrong).",
+            "The centering term would not be the sampler's expected score.",
+            "use the vllm-parity plugin of this version on the server; report it if it is.",
+        )
+
+
+class HeadScorer:
+    """Stands where TRL calls the model, and asks for log-probabilities of heads as well.
+
+    TRL's own code then builds inputs, batches and labels, and sees the output it expects.
+
+    Args:
+        model: what TRL would call.
+        head_ids: [B, T, K] of the rows that will be scored, in order; -1 is padding.
+        entropy_grad: the entropy is differentiated.
+    """
+
+    def __init__(self, model: Any, head_ids: torch.Tensor, *, entropy_grad: bool = False) -> None:
+        self._model, self._head_ids, self._entropy_grad = model, head_ids, entropy_grad
+        self._outputs: list[Any] = []
+
+    def __call__(self, **inputs: Any) -> Any:
+        first = sum(len(output.log_probs) for output in self._outputs)
+        ids = self._head_ids[first : first + len(inputs["input_ids"])]
+        # Position t of the output predicts token t + 1; prompt positions carry no head.
+        before = inputs["labels"].size(1) - 1 - ids.size(1)
+        padded = torch.nn.functional.pad(ids, (0, 0, before, 0), value=-1)
+        output = self._model(**inputs, head_ids=padded, entropy_grad=self._entropy_grad)
+        self._outputs.append(output)
+        return output
+
+    def scored(self, name: str) -> torch.Tensor:
+        """``log_probs`` [B, T], ``entropy`` [B, T] or ``head_log_probs`` [B, T, K]."""
+        tokens = self._head_ids.size(1)
+        return torch.cat([getattr(output, name)[:, -tokens:] for output in self._outputs])
