@@ -176,6 +176,20 @@ def write_csv(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
+def replace_table(page: Path, name: str, text: str) -> None:
+    """Put text between a page's ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+
+    Raises:
+        ValueError: the page has no such pair of markers; it is left as it is.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page} has no {begin} followed by {end}: add both where the table goes")
+    page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
+
+
 def machine() -> str:
     """Processor, cores and memory, for the caption of a table."""
     name = "unknown processor"

@@ -59,9 +59,13 @@ def log_top_k_gap(trainer: Any, output: dict[str, Any], mask: torch.Tensor) -> N
     ids = torch.from_numpy(rollout.head_ids).to(device).unsqueeze(1)
     logq = torch.from_numpy(rollout.head_logprobs).to(device)
     logp = _score(trainer, prefixes, torch.from_numpy(rollout.token_ids).to(device), ids)
-    gaps = top_k_gap(logp, logq, trainer.args.score_centering_top_k, weight=trainer.parity_weight)
-    mean = trainer.accelerator.gather(gaps.float()).mean().item()
-    log_metrics(trainer, {"parity/score_centering/top_k_gap": mean})
+    errors, sizes = top_k_gap(
+        logp, logq, trainer.args.score_centering_top_k, weight=trainer.parity_weight
+    )
+    local = torch.stack([errors.sum(), sizes.sum()]).float()
+    error, size = trainer.accelerator.reduce(local, reduction="sum").tolist()
+    gap = error / size if size > 0 else 0.0
+    log_metrics(trainer, {"parity/score_centering/top_k_gap": gap})
 
 
 def _choose(mask: torch.Tensor, count: int) -> tuple[list[int], list[int]]:

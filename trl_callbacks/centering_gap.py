@@ -11,11 +11,12 @@ from trl_callbacks.score_centering import score_centering_loss
 
 def top_k_gap(
     head_logprobs: Tensor, sampler_head_logprobs: Tensor, size: int, *, weight: str | Weight
-) -> Tensor:
-    """Return the error of the correction from the first ``size`` entries, relative to all [N].
+) -> tuple[Tensor, Tensor]:
+    """Return the error of the correction from the first ``size`` entries, and its size, both [N].
 
-    The L1 norm of the difference of the two corrections' gradients by the logits, over the norm
-    of the one from all entries. With the whole vocabulary as entries that one is exact (Eq. 6).
+    The L1 norm of the difference between this correction's gradient by the logits and that from
+    all entries, and the norm of the latter. With the whole vocabulary as entries the latter is
+    exact (Eq. 6). Divide sums over tokens: where policies agree both are 0.
 
     Args:
         head_logprobs: [N, M] log p_v, entries in the order of falling q.
@@ -35,8 +36,7 @@ def top_k_gap(
     first[..., :size] = _coefficients(logp[..., :size], logq[..., :size], weight)
     p = logp.exp()
     rest = (1.0 - p.sum(-1)).clamp(min=0.0)
-    off, norm = _norm(first - whole, p, rest), _norm(whole, p, rest)
-    return torch.where(norm > 0, off / norm.clamp(min=1e-12), 0.0)
+    return _norm(first - whole, p, rest), _norm(whole, p, rest)
 
 
 def _coefficients(logp: Tensor, logq: Tensor, weight: str | Weight) -> Tensor:

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_callbacks import ParityGRPOConfig, ParityGRPOTrainer
+from trl_callbacks.heads import HEAD_IDS, HeadScorer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -87,3 +89,40 @@ def stock_trainer(policy: Any, tokenizer: Any, directory: Path, **values: Any) -
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """The training entries of a trainer's log history."""
     return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def one_batch(trainer: Any) -> dict[str, Any]:
+    """One generation batch, as the loss sees it."""
+    trainer.model.train()
+    rows = [trainer.train_dataset[i // GENERATIONS] for i in range(4 * GENERATIONS)]
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions(rows)
+
+
+@torch.no_grad()
+def scored(trainer: Any, batch: dict[str, Any], *names: str) -> tuple[torch.Tensor, ...]:
+    """The trainer's log-probabilities of sampled tokens [B, T] and heads [B, T, K].
+
+    Other fields of the output where they are named.
+    """
+    scorer = HeadScorer(trainer.model, batch[HEAD_IDS])
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    trainer._get_per_token_logps_and_entropies(
+        scorer, ids, attention, batch["completion_ids"].size(1)
+    )
+    return tuple(scorer.scored(name) for name in names or ("log_probs", "head_log_probs"))
+
+
+def gradients(trainer: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    trainer.model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Largest relative error of a parameter's gradient."""
+    return max(
+        float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-12))
+        for name in theirs
+    )

@@ -1,9 +1,8 @@
 """ParityGRPOTrainer with a real server.
 
 Properties: heads arrive beside the tokens they belong to, through TRL's shuffle, split and
-buffering; the loss is the paper's, with TRL's averaging; off means TRL's own loss bit for bit;
-evaluation asks for no heads; the server follows the trainer's weights; a completion that must not
-be trained on leaves loss and denominator.
+buffering; evaluation asks for no heads; the server follows the trainer's weights; a completion that
+must not be trained on leaves loss and denominator. The loss itself: test_loss.py.
 """
 
 from __future__ import annotations
@@ -15,12 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trl import GRPOTrainer
 
-from tests.trainer.runs import GENERATIONS, countdown, logged, parity_trainer
+from tests.trainer.runs import (
+    GENERATIONS,
+    countdown,
+    gradients,
+    logged,
+    one_batch,
+    parity_trainer,
+    relative,
+)
 from trl_callbacks import ParityGRPOTrainer
-from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS, HeadScorer
-from trl_callbacks.loss_types import SUPPORTED
+from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS
 from trl_callbacks.metrics import METRICS
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
@@ -41,40 +46,6 @@ class Recording(ParityGRPOTrainer):
 
 
 AUDITED = {"score_centering_top_k": 32, "score_centering_audit": 8}
-
-
-def one_batch(trainer: Any) -> dict[str, Any]:
-    """One generation batch, as the loss sees it."""
-    trainer.model.train()
-    rows = [trainer.train_dataset[i // GENERATIONS] for i in range(4 * GENERATIONS)]
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions(rows)
-
-
-@torch.no_grad()
-def scored(trainer: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The trainer's log-probabilities of sampled tokens [B, T] and heads [B, T, K]."""
-    scorer = HeadScorer(trainer.model, batch[HEAD_IDS])
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    trainer._get_per_token_logps_and_entropies(
-        scorer, ids, attention, batch["completion_ids"].size(1)
-    )
-    return scorer.scored("log_probs"), scorer.scored("head_log_probs")
-
-
-def gradients(trainer: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    trainer.model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-
-
-def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Largest relative error of a parameter's gradient."""
-    return max(
-        float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-12))
-        for name in theirs
-    )
 
 
 def test_training_runs_and_reports(
@@ -130,124 +101,6 @@ def test_heads_stay_with_their_tokens(
         sorted_ids = ids.sort(1).values
         assert ((sorted_ids[:, 1:] != sorted_ids[:, :-1]) | (sorted_ids[:, 1:] == -1)).all()
         assert (rows & (ids[:, 0] != sampled[:, 0])).any()  # top-1 is not always the sampled one
-
-
-@pytest.mark.parametrize("weight", ["none", "tis", "mis"])
-def test_the_loss_is_the_papers(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, weight: str
-) -> None:
-    """Gradient of every parameter against the definition on full float64 logits.
-
-    The sampler's logprobs are moved away from the trainer's first, so that the correction is
-    large: on agreeing policies a loss without it would pass.
-    """
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
-        score_centering_weight=weight,
-        score_centering_top_k=16,
-        temperature=1.5,
-    )
-    batch = one_batch(trainer)
-    # Noise inside the head; its mass stays, so that the tail ratio is well conditioned.
-    noise = torch.Generator().manual_seed(1)
-    q = batch[HEAD_LOGPROBS]
-    shifted = q + 1.5 * torch.randn(q.shape, generator=noise)
-    batch[HEAD_LOGPROBS] = shifted.log_softmax(-1) + q.logsumexp(-1, keepdim=True)
-    ours = gradients(trainer, trainer.compute_loss(trainer.model, batch))
-    expected = gradients(trainer, definition(trainer, batch, weight))
-    uncentred = gradients(trainer, definition(trainer, batch, weight, centred=False))
-    assert relative(ours, expected) < 5e-3
-    assert relative(uncentred, expected) > 0.05
-
-
-def definition(
-    trainer: Any, batch: dict[str, Any], weight: str, *, centred: bool = True
-) -> torch.Tensor:
-    """-A (f log p_y - sum_H c_v log p_v), averaged over tokens, written out (SC: Eq. 7-12)."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    tokens = batch["completion_ids"].size(1)
-    hidden = trainer.model.model(input_ids=ids, attention_mask=attention).last_hidden_state
-    master = trainer.model.lm_head.weight
-    served = master + (master.to(torch.bfloat16).float() - master).detach()
-    logits = hidden[:, -tokens - 1 : -1].double() @ served.double().T
-    logp = torch.log_softmax(logits / trainer.temperature, -1)
-    logp_y = logp.gather(-1, batch["completion_ids"].unsqueeze(-1))[..., 0]
-    head = batch[HEAD_IDS].long()
-    logp_h = logp.gather(-1, head.clamp(min=0))
-    q_y, q_h = batch["sampling_per_token_logps"].double().exp(), batch[HEAD_LOGPROBS].exp()
-    p_y, p_h = logp_y.detach().exp(), logp_h.detach().exp()
-
-    def f(ratio: torch.Tensor) -> torch.Tensor:
-        if weight == "none":
-            return torch.ones_like(ratio)
-        if weight == "tis":
-            return ratio.clamp(max=2.0)
-        return torch.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0)
-
-    rho = (1 - q_h.sum(-1)).clamp(min=1e-6) / (1 - p_h.sum(-1)).clamp(min=1e-6)
-    alpha = rho * f(1 / rho)
-    c = q_h * f(p_h / q_h) - alpha.unsqueeze(-1) * p_h
-    c = torch.where(head >= 0, c, 0.0) * float(centred)
-    per_token = f(p_y / q_y) * logp_y - (c * logp_h).sum(-1)
-    mask = batch["completion_mask"]
-    return -(per_token * batch["advantages"].unsqueeze(1) * mask).sum() / mask.sum()
-
-
-@pytest.mark.parametrize("loss_type", SUPPORTED)
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_averaging_is_trls(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, loss_type: str, beta: float
-) -> None:
-    """S12: with a sampler equal to the trainer nothing is centred, and TRL's gradient remains."""
-    trainer = parity_trainer(
-        policy, tokenizer, restored.url, tmp_path, loss_type=loss_type, beta=beta
-    )
-    batch = one_batch(trainer)
-    if beta:
-        batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3
-    log_probs, head = scored(trainer, batch)
-    batch["sampling_per_token_logps"] = log_probs
-    batch[HEAD_LOGPROBS] = torch.where(batch[HEAD_IDS] >= 0, head, -torch.inf)
-    ours = gradients(trainer, trainer.compute_loss(trainer.model, batch))
-    theirs = gradients(trainer, GRPOTrainer.compute_loss(trainer, trainer.model, batch))
-    assert relative(ours, theirs) < 2e-3
-
-
-def test_batch_layout_does_not_matter(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
-    """S12: 16 rows at once or in four accumulated parts give one gradient."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, loss_type="dapo")
-    batch = one_batch(trainer)
-    whole = gradients(trainer, trainer.compute_loss(trainer.model, batch))
-    trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 4, 4
-    trainer.model.zero_grad()
-    for part in range(4):
-        rows = slice(4 * part, 4 * part + 4)
-        inputs = {
-            name: value if name == "num_items_in_batch" else value[rows]
-            for name, value in batch.items()
-        }
-        trainer.compute_loss(trainer.model, inputs).backward()
-    parts = {name: p.grad for name, p in trainer.model.named_parameters()}
-    assert relative(parts, whole) < 1e-4
-
-
-def test_off_is_trls_loss_bit_for_bit(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
-    """G6: score_centering=False leaves GRPOTrainer's loss and its importance correction."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, score_centering=False)
-    batch = one_batch(trainer)
-    assert HEAD_IDS not in batch
-    assert "importance_sampling_ratio" in batch
-    ours = trainer.compute_loss(trainer.model, batch)
-    theirs = GRPOTrainer.compute_loss(trainer, trainer.model, batch)
-    assert torch.equal(ours, theirs)
 
 
 class CountingClient:

@@ -1,0 +1,139 @@
+"""Heads between rollout and loss.
+
+Properties: a token keeps its head and its logprob through turns of a tool loop, cuts and padding; a
+token that was not sampled has none; lengths or ids that disagree, heads that name a token twice or
+give the sampled token another value are refused by position (S7, L11); completions that must not be
+trained on are found in every turn (W4, L8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trl_callbacks.heads import HeadScorer, Rollouts, SampledLogprob, check_heads
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.wire import Rollout, Sampling
+
+CPU = torch.device("cpu")
+
+
+def rollout(*sequences: list[int], size: int = 3, reasons: list[str] | None = None) -> Rollout:
+    """Sequences whose heads can be told apart: token t has ids t, t + 1, ... and logprobs -t/8."""
+    tokens = np.array([token for sequence in sequences for token in sequence], dtype=np.int32)
+    order = np.arange(size)
+    return Rollout(
+        token_ids=tokens,
+        logprobs=(-tokens / 8).astype(np.float32),
+        head_ids=(tokens[:, None] + order).astype(np.int32),
+        head_logprobs=(-tokens[:, None] / 8 - order).astype(np.float32),
+        sequence_offsets=np.cumsum([0, *map(len, sequences)]),
+        policy_versions=np.ones(len(tokens), dtype=np.int32),
+        finish_reasons=reasons or ["stop"] * len(sequences),
+        sampling=Sampling(),
+    )
+
+
+def test_heads_follow_their_tokens_through_turns() -> None:
+    """S7: what TRL's tool loop does: a suffix of tool tokens, a second turn, a cut."""
+    rollouts = Rollouts()
+    first = rollouts.add(rollout([10, 11], [20, 21, 22]))
+    second = rollouts.add(rollout([30, 31, 32]))
+    logprobs: list[list[float]] = [[*first[0], 0.0, 0.0, *second[0][:2]], list(first[1])]
+    rows = rollouts.rows([[10, 11, 90, 91, 30, 31], [20, 21, 22]], logprobs)
+    ids, values = rows.heads(7, CPU)
+    assert ids.shape == values.shape == (2, 7, 3)
+    assert ids[0, :, 0].tolist() == [10, 11, -1, -1, 30, 31, -1]
+    assert ids[1, :, 0].tolist() == [20, 21, 22, -1, -1, -1, -1]
+    assert values[0, 4].tolist() == [-3.75, -4.75, -5.75]
+    assert (values[ids < 0] == -torch.inf).all()
+    assert ids.dtype == torch.int32
+
+
+def test_logprobs_are_floats_for_trl() -> None:
+    (values,) = Rollouts().add(rollout([8, 16]))
+    assert torch.tensor(values).tolist() == [-1.0, -2.0]
+    assert all(isinstance(value, SampledLogprob) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("ids", "cut"), [([10, 11], 3), ([10, 11, 12, 13], 3), ([10, 12, 11], 3), ([10, 11], 1)]
+)
+def test_tokens_of_other_logprobs_are_refused(ids: list[int], cut: int) -> None:
+    """L11: 2 ids beside 3 logprobs, or ids in another order."""
+    rollouts = Rollouts()
+    (logprobs,) = rollouts.add(rollout([10, 11, 12]))
+    with pytest.raises(ParityError, match="Completion 0"):
+        rollouts.rows([ids], [logprobs[:cut]])
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_unusable_completions_of_every_turn(reason: str) -> None:
+    """W4, L8: the completion that an aborted or broken second turn belongs to."""
+    rollouts = Rollouts()
+    first = rollouts.add(rollout([10], [20], [40], reasons=["stop", "stop", reason]))
+    second = rollouts.add(rollout([30], [31], reasons=["stop", reason]))
+    logprobs = [[*first[0], *second[1]], [*first[1], *second[0]], list(first[2])]
+    rows = rollouts.rows([[10, 31], [20, 30], [40]], logprobs)
+    assert sorted(rows.unusable()) == [0, 2]
+    broken = rollout([10, 11])
+    broken.logprobs[1] = np.nan
+    rollouts = Rollouts()
+    logprobs = [list(row) for row in rollouts.add(broken)]
+    assert "position 1" in rollouts.rows([[10, 11]], logprobs).unusable()[0]
+
+
+def test_a_turn_without_tokens_stops_the_run() -> None:
+    """W4: aborted before its first token, a later turn cannot be told to be anyone's."""
+    rollouts = Rollouts()
+    first = rollouts.add(rollout([10]))
+    rollouts.add(rollout([], reasons=["abort"]))
+    rows = rollouts.rows([[10]], [list(first[0])])
+    with pytest.raises(ParityError, match="tool call"):
+        rows.unusable()
+
+
+def test_heads_that_do_not_belong_are_refused() -> None:
+    """S7: by completion and position; padding may repeat."""
+    ids = torch.tensor([[[5, 6, -1, -1]], [[7, 8, 9, -1]]])
+    logprobs = torch.tensor([[[-0.5, -1.0, -torch.inf, -torch.inf]], [[-0.1, -3.0, -4.0, -9.0]]])
+    sampled, values = torch.tensor([[6], [3]]), torch.tensor([[-1.0], [-5.0]])
+    check_heads(ids, logprobs, sampled, values)
+    check_heads(ids, logprobs, torch.tensor([[6], [-1]]), values)
+    with pytest.raises(ParityError, match="completion 1 at position 0 gives"):
+        check_heads(ids, logprobs, torch.tensor([[6], [7]]), values)
+    twice = ids.clone()
+    twice[0, 0, 1] = 5
+    with pytest.raises(ParityError, match="completion 0 at position 0 names a token twice"):
+        check_heads(twice, logprobs, sampled, values)
+    moved = Rollouts()
+    good = rollout([10, 11])
+    bad = dataclasses.replace(good, head_logprobs=good.head_logprobs + 0.01)
+    rows = moved.rows([[10, 11]], moved.add(bad))
+    with pytest.raises(ParityError, match="2 of 2"):
+        rows.heads(2, CPU)
+
+
+def test_the_scorer_hands_each_batch_its_own_heads() -> None:
+    """TRL scores a generation in batches; prompt positions get no head."""
+    head_ids = torch.arange(3 * 2 * 2).view(3, 2, 2)
+    seen: list[torch.Tensor] = []
+
+    def model(*, labels: Any, head_ids: Any, entropy_grad: bool, **_: Any) -> Any:
+        seen.append(head_ids)
+        rows, width = labels.shape
+        assert entropy_grad
+        return SimpleNamespace(log_probs=torch.zeros(rows, width - 1), head_log_probs=head_ids)
+
+    scorer = HeadScorer(model, head_ids, entropy_grad=True)
+    for rows in (2, 1):
+        scorer(input_ids=torch.zeros(rows, 5), labels=torch.zeros(rows, 5))
+    assert [tuple(ids.shape) for ids in seen] == [(2, 4, 2), (1, 4, 2)]
+    assert (seen[0][:, :2] == -1).all()
+    assert torch.equal(scorer.scored("head_log_probs"), head_ids)
+    assert scorer.scored("log_probs").shape == (3, 2)
