@@ -153,10 +153,18 @@ def landed(lab: Lab, rollout: Rollout, tokens: int | None = None) -> Flight:
     return flight
 
 
+def few(chosen: list[Scenario]) -> list[Scenario]:
+    """One of each row, in another way each; ``benchmarks/fault_injection.py`` runs them all."""
+    rows: dict[Row, list[Scenario]] = {}
+    for scenario in chosen:
+        rows.setdefault(scenario.row, []).append(scenario)
+    return [found[index % len(found)] for index, found in enumerate(rows.values())]
+
+
 @pytest.mark.parametrize(("lab", "group"), CASES, indirect=["lab"])
 def test_scenarios(lab: Lab, labs: Labs, group: str) -> None:
     """W7, W8, W16, W18, X1, X2: after each, one known policy is served, and the server says so."""
-    chosen = last(lab.host) if group == LAST else scenarios(lab.host, group)
+    chosen = last(lab.host) if group == LAST else few(scenarios(lab.host, group))
     found = violations(run(lab, chosen))
     if group == LAST:
         labs.close()

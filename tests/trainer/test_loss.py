@@ -230,6 +230,39 @@ def test_batch_layout_does_not_matter(
     assert relative(parts, whole) < 1e-4
 
 
+@pytest.mark.parametrize("loss_type", SUPPORTED)
+def test_padding_does_not_matter(
+    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, loss_type: str
+) -> None:
+    """G11: wider prompts and completions with anything in the padding give the same gradient."""
+    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, loss_type=loss_type)
+    batch = one_batch(trainer)
+    move_sampler(batch)
+    narrow = gradients(trainer, trainer.compute_loss(trainer.model, batch))
+    wide = gradients(trainer, trainer.compute_loss(trainer.model, padded(batch, 5, 7)))
+    assert relative(wide, narrow) < 1e-4
+
+
+def padded(batch: dict[str, Any], left: int, right: int) -> dict[str, Any]:
+    """A batch with wider prompts and completions; what no mask covers is garbage."""
+    garbage = {
+        "prompt_ids": 7,
+        "prompt_mask": 0,
+        "completion_ids": 9,
+        "completion_mask": 0,
+        "sampling_per_token_logps": torch.nan,
+        HEAD_IDS: 3,
+        HEAD_LOGPROBS: -0.5,
+    }
+    wide = dict(batch)
+    for name, value in garbage.items():
+        tensor = batch[name]
+        columns = (left, 0) if name.startswith("prompt") else (0, right)
+        pad = (0, 0, *columns) if tensor.dim() == 3 else columns
+        wide[name] = torch.nn.functional.pad(tensor, pad, value=value)
+    return wide
+
+
 def test_off_is_trls_loss_bit_for_bit(
     policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
 ) -> None:
