@@ -34,6 +34,12 @@ STATUS: tuple[tuple[type[ParityError], int, str], ...] = (
 """First match wins."""
 
 
+DEAD = (
+    "The engine has died. This server answers nothing any more, and its policy is lost. Fix: look "
+    "at its log, start it again, and push the policy."
+)
+
+
 class Problem(BaseModel):
     """What went wrong, as vLLM's own routes say it."""
 
@@ -83,6 +89,12 @@ class Route(APIRoute):
             except HTTPException as error:
                 kind = HTTPStatus(error.status_code).phrase
                 return answer(error.status_code, str(error.detail), kind, error.headers)
+            except Exception as error:
+                # Whatever failed, it failed because of this: no message about it would help.
+                state = getattr(request.app.state, "parity", None)
+                if state is None or not state.engine.errored:
+                    raise
+                return answer(503, f"{DEAD} ({error!r})", "EngineDead")
             return response
 
         return handler

@@ -563,8 +563,12 @@ class Lab:
             flight.crash()
         health = lambda: told(lambda: self.client.http.get("/health"))  # noqa: E731
         self.until(lambda: health() in {0, 503}, "/health tells that the engine is dead")
-        if told(lambda: self.client.ask_rollout([PROMPTS[0]], max_tokens=1)) == 200:
-            raise Violation("a dead engine answers")
+        answers = [
+            told(lambda: self.client.ask_rollout([PROMPTS[0]], max_tokens=1)),
+            told(lambda: self.client.http.get("/v1/parity/status")),
+        ]
+        if not set(answers) <= {0, 503}:
+            raise Violation(f"a dead engine answers {answers}")
         ended = lambda: self.server.process.poll() is not None  # noqa: E731
         self.until(ended, "a server without an engine ends, so that it can be started again")
         return "dead"
