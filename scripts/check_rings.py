@@ -34,6 +34,7 @@ PURE = frozenset(
         "trl_callbacks.centering_gap",
         "trl_callbacks.centering_inputs",
         "trl_callbacks.centering_metrics",
+        "trl_callbacks.head_tiles",
         "trl_callbacks.importance_weights",
         "trl_callbacks.loss_types",
         "trl_callbacks.policy_ratio",

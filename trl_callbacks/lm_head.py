@@ -116,6 +116,12 @@ def install_parity_head(model: Any, *, temperature: float, served_dtype: torch.d
     fused = target.forward
     text_config = target.config.get_text_config()
     scale, softcap = logit_processing(text_config)
+    served_logits = {
+        "temperature": temperature,
+        "logit_scale": scale,
+        "softcap": softcap,
+        "weight_dtype": served_dtype,
+    }
 
     @functools.wraps(type(target).forward)
     def forward(
@@ -131,9 +137,7 @@ def install_parity_head(model: Any, *, temperature: float, served_dtype: torch.d
         if head_ids is None:
             with _served(self, served_dtype):
                 return fused(*args, fused_lm_head=True, **kwargs)
-        return _forward_with_head(
-            self, args, kwargs, head_ids, temperature, scale, softcap, served_dtype
-        )
+        return _forward_with_head(self, args, kwargs, head_ids, entropy_grad, served_logits)
 
     target.forward = types.MethodType(forward, target)
     _check_effect(target, temperature)
@@ -157,10 +161,8 @@ def _forward_with_head(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     head_ids: torch.Tensor,
-    temperature: float,
-    scale: float,
-    softcap: float | None,
-    served_dtype: torch.dtype,
+    entropy_grad: bool,
+    served_logits: dict[str, Any],
 ) -> ParityLMOutput:
     """One backbone pass and one pass over the head for label and head tokens together."""
     labels = kwargs.pop("labels")
@@ -170,17 +172,15 @@ def _forward_with_head(
     scored = labels != -100
     lm_head = model.get_output_embeddings()
     ids = torch.cat([labels[scored].unsqueeze(1), head_ids[scored].long()], dim=1)
-    with maybe_gather_lm_head_ctx(lm_head.weight, lm_head.bias):
-        logprobs, entropy = token_logprobs(
-            hidden[scored].float(),
-            lm_head.weight,
-            ids,
-            bias=lm_head.bias,
-            temperature=temperature,
-            logit_scale=scale,
-            softcap=softcap,
-            weight_dtype=served_dtype,
-        )
+    logprobs, entropy = token_logprobs(
+        hidden[scored],
+        lm_head.weight,
+        ids,
+        bias=lm_head.bias,
+        entropy_grad=entropy_grad,
+        gather=maybe_gather_lm_head_ctx,
+        **served_logits,
+    )
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         # Scatter instead of indexed assignment: a batch without any scored token stays attached.

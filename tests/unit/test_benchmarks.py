@@ -43,6 +43,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("script", "options"),
     [
         ("weight_update.py", ["--gb", "--rounds", "--transport", "--rollback"]),
+        ("token_logprobs.py", ["--device", "--rounds", "--quick", "--write"]),
+        ("step_overhead.py", ["--pairs", "--head-size", "--tokens", "--write"]),
         ("soak.py", ["--minutes", "--interval"]),
     ],
 )
