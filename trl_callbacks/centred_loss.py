@@ -181,7 +181,10 @@ def _log_centering(
         + [torch.tensor(value, device=valid.device) for value in (gap.mean_abs, gap.l1)]
     )
     ranks = trainer.accelerator.gather(local.unsqueeze(0)).unbind(1)
-    logged = {name: _over_ranks(name, values) for name, values in zip(names, ranks, strict=True)}
+    columns = dict(zip(names, ranks, strict=True))
+    # A rank without a token in the loss has nothing to say about tokens.
+    busy = columns["tokens"] > 0
+    logged = {name: _over_ranks(name, values, busy) for name, values in columns.items()}
     log_metrics(
         trainer,
         {
@@ -192,10 +195,13 @@ def _log_centering(
     )
 
 
-def _over_ranks(name: str, values: torch.Tensor) -> float:
+def _over_ranks(name: str, values: torch.Tensor, busy: torch.Tensor) -> float:
     """A metric of all ranks: extremes stay extremes, and one rank's fault is not divided."""
     if name == "nan_tokens":
         return float(values.sum())
+    if name == "tokens" or not busy.any():
+        return float(values.mean())
+    values = values[busy]
     if name.endswith("_min"):
         return float(values.amin())
     return float(values.amax() if name.endswith("_max") else values.mean())

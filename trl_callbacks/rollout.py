@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_callbacks.compat import log_metrics
-from trl_callbacks.heads import Rollouts, SampledLogprob, unusable_rows
+from trl_callbacks.heads import Rollouts, unusable_rows
 from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tensors
 from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
@@ -37,7 +38,8 @@ class ParityGeneration(VLLMGeneration):
     Args:
         client: the server.
         seed: makes rollouts repeatable; each sequence gets a seed derived from it, the rank and
-            the number of the call. None leaves sampling to the engine's own generator.
+            the place of the call (see ``begin``). None leaves sampling to the engine's own
+            generator.
         transport: how weights travel (see ``WeightSync``).
         kv: what becomes of the KV cache of requests in flight when weights change.
         **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
@@ -61,7 +63,8 @@ class ParityGeneration(VLLMGeneration):
         self.seed = seed
         self._transport: Transport = transport
         self._kv: KV = kv
-        self.calls = 0
+        self._step, self._training = 0, True
+        self._calls: Counter[bool] = Counter()
         self.rollouts = Rollouts()
         self.last_rollout: Rollout | None = None
         self.last_update: WeightUpdateResult | None = None
@@ -76,6 +79,17 @@ class ParityGeneration(VLLMGeneration):
             check_ties(self.model, self._sync.expected)
 
         on_main_process(self.accelerator, connect)
+
+    def begin(self, step: int, training: bool) -> None:
+        """Start a generation: forget earlier rollouts, and say where in the run its seeds stand.
+
+        A count of all calls would not do: it starts again in a resumed run, whose steps would
+        repeat the seeds of the first ones, and an evaluation would shift those of training.
+        """
+        self.rollouts = Rollouts()
+        if step != self._step:
+            self._calls.clear()
+        self._step, self._training = step, training
 
     def sync_weights(self) -> None:
         """Push the trainer's weights as the next policy version, on all ranks or none."""
@@ -100,12 +114,13 @@ class ParityGeneration(VLLMGeneration):
         images: list[Any] | None,
         num_generations: int,
         profiler: Any = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[SampledLogprob]]], None]:
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
         """One completion per prompt (TRL repeats prompts ``num_generations`` times).
 
         Returns:
-            prompt ids, completion ids, ``[[logprob]]`` of each sampled token, found by its id,
-            and None in place of TRL's top-k ids: heads are arrays in ``last_rollout``.
+            prompt ids, completion ids, ``[[logprob]]`` of each sampled token (a
+            ``SampledLogprob``), and None in place of TRL's top-k ids: heads are arrays in
+            ``last_rollout``.
         """
         if images is not None and any(image is not None for image in images):
             raise ParityError(
@@ -122,8 +137,15 @@ class ParityGeneration(VLLMGeneration):
         with profiler or nullcontext():
             rollout = self.client.rollout(request)
         self.last_rollout = rollout
-        ids = [rollout.token_ids[rollout.span(row)].tolist() for row in range(len(rollout))]
-        logprobs = [[[value] for value in row] for row in self.rollouts.add(rollout)]
+        # TRL reads the last token of each completion. One that was aborted before its first gets
+        # padding that nobody sampled; it is dropped whole once its row is known.
+        padding = [self.processing_class.pad_token_id or 0]
+        ids = [
+            rollout.token_ids[rollout.span(row)].tolist() or padding for row in range(len(rollout))
+        ]
+        logprobs: list[list[list[float]]] = [
+            [[value] for value in row] or [[0.0]] for row in self.rollouts.add(rollout)
+        ]
         return prompts, ids, logprobs, None
 
     def sampling(self) -> Sampling:
@@ -151,10 +173,11 @@ class ParityGeneration(VLLMGeneration):
         return Sampling(**values)
 
     def _seeds(self, count: int) -> list[int] | None:
-        self.calls += 1
+        self._calls[self._training] += 1
         if self.seed is None:
             return None
-        entropy = [self.seed, self.calls, self.accelerator.process_index]
+        place = [self._step, int(self._training), self._calls[self._training]]
+        entropy = [self.seed, self.accelerator.process_index, *place]
         state = np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)
         return [int(value) for value in state]
 
@@ -268,7 +291,7 @@ class ParityRollout:
                 trainer, self.client, self._seed, self._transport, self._kv
             )
         generation = self._generation
-        generation.rollouts = Rollouts()
+        generation.begin(trainer.state.global_step, trainer.model.training)
         if trainer.state.global_step != self._synced_step:
             generation.sync_weights()
             self._synced_step = trainer.state.global_step

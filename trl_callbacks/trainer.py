@@ -17,7 +17,6 @@ from trl_callbacks.heads import (
     HEAD_LOGPROBS,
     OLD_HEAD_LOGPROBS,
     HeadScorer,
-    Rollouts,
     Rows,
 )
 from trl_callbacks.rollout import generation_for, log_update
@@ -116,7 +115,7 @@ class ParityGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's generation, tool turns included, and where its tokens came from."""
-        self.vllm_generation.rollouts = Rollouts()
+        self.vllm_generation.begin(self.state.global_step, self.model.training)
         result = super()._generate(prompts)
         completion_ids, logprobs = result[1], result[4]
         self._rows = self.vllm_generation.rollouts.rows(completion_ids, logprobs)
@@ -149,7 +148,9 @@ class ParityGRPOTrainer(GRPOTrainer):
             log_update(self, self.vllm_generation)
         dropped = self._rows.unusable()
         if training:
-            log_metrics(self, {"parity/dropped_completions": float(len(dropped))})
+            count = torch.tensor(len(dropped), device=self.accelerator.device)
+            every = float(self.accelerator.gather(count).sum())
+            log_metrics(self, {"parity/dropped_completions": every})
         output["completion_mask"][sorted(dropped)] = 0
         counted = loss_mask(output)
         if centring:

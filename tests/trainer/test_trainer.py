@@ -103,6 +103,9 @@ def test_heads_stay_with_their_tokens(
         assert (rows & (ids[:, 0] != sampled[:, 0])).any()  # top-1 is not always the sampled one
 
 
+TOKEN_ARRAYS = [name for name in Rollout.ARRAYS if name != "sequence_offsets"]
+
+
 class CountingClient:
     """Passes requests on and remembers the head size of each; may edit the answers."""
 
@@ -140,7 +143,7 @@ def test_evaluation_asks_for_no_heads(
     assert all(np.isfinite(entry["eval_loss"]) for entry in evaluations)
 
 
-@pytest.mark.parametrize("fault", ["nan", "abort"])
+@pytest.mark.parametrize("fault", ["nan", "abort", "empty"])
 @pytest.mark.parametrize("centring", [True, False])
 def test_unusable_completions_leave_the_loss(
     policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, fault: str, centring: bool
@@ -148,10 +151,14 @@ def test_unusable_completions_leave_the_loss(
     """L8, W4: a NaN logprob or an aborted completion is masked whole, and counted."""
 
     def edit(rollout: Rollout) -> Rollout:
+        aborted = {"finish_reasons": ["abort", *rollout.finish_reasons[1:]]}
         if fault == "abort":
-            return dataclasses.replace(
-                rollout, finish_reasons=["abort", *rollout.finish_reasons[1:]]
-            )
+            return dataclasses.replace(rollout, **aborted)
+        if fault == "empty":
+            first = rollout.span(0).stop
+            offsets = np.maximum(rollout.sequence_offsets - first, 0)
+            later = {name: getattr(rollout, name)[first:] for name in TOKEN_ARRAYS}
+            return dataclasses.replace(rollout, sequence_offsets=offsets, **later, **aborted)
         logprobs = rollout.logprobs.copy()
         logprobs[2] = np.nan
         return dataclasses.replace(rollout, logprobs=logprobs)
