@@ -26,7 +26,7 @@ def main(
     seed: options.Seed = 0,
     output_dir: options.OutputDir = Path("runs/countdown-score-centering"),
     top_k: Annotated[int, typer.Option(min=1, help="Size of the sampler's head.")] = 128,
-    weight: Annotated[str, typer.Option(help="none, tis or mis.")] = "none",
+    weight: Annotated[str, typer.Option(help="none, tis, mis or is.")] = "none",
 ) -> None:
     """Train on Countdown with ParityGRPOTrainer."""
     policy, tokenizer = options.load(model)

@@ -78,7 +78,7 @@ def main(
     prompts: options.Prompts = 40,
     generations: options.Generations = 8,
     learning_rate: options.LearningRate = 2e-4,
-    weight: Annotated[str, typer.Option(help="none, tis or mis.")] = "none",
+    weight: Annotated[str, typer.Option(help="none, tis, mis or is.")] = "none",
     port: Annotated[int, typer.Option(help="Port of the server; 0 takes a free one.")] = 0,
     output_dir: options.OutputDir = Path("runs/demo"),
 ) -> None:
