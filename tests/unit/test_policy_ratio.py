@@ -66,6 +66,20 @@ def test_the_factor_is_that_of_trls_gradient(name: str, advantage: float) -> Non
         assert held.any() and not held.all()
 
 
+def test_worked_numbers() -> None:
+    """The numbers of the docstrings."""
+
+    def factor(kind: PolicyRatio, ratio: float, positive: bool) -> float:
+        log_ratio = torch.tensor(ratio, dtype=torch.float64).log()
+        return kind.factor(log_ratio, torch.tensor(positive)).item()
+
+    assert factor(ClippedRatio(0.2, 0.2), 1.3, True) == 0.0
+    assert factor(ClippedRatio(0.2, 0.2), 1.3, False) == pytest.approx(1.3)
+    assert factor(CappedRatio(5.0), 8.0, True) == pytest.approx(5.0)
+    assert factor(CappedRatio(5.0), 0.1, True) == pytest.approx(0.1)
+    assert factor(GatedRatio(1.0, 1.05), 1.0, False) == pytest.approx(1.0)
+
+
 def one_loss(
     logits: Tensor,
     y: int,
