@@ -1,9 +1,14 @@
-"""What score centering costs in a whole training step: paired steps of one run, on and off.
+"""What score centering costs in a whole training step: steps of one run that take turns.
 
-A real `vllm serve` and a real ParityGRPOTrainer on a random model. Steps alternate between centring
-with K heads and TRL's own loss on the same path (same fp32 head, no correction), in an order that
-changes from pair to pair. Each step is split into the rollout, the loss with its backward pass, and
-the rest (optimizer, weight update, TRL's bookkeeping).
+A real `vllm serve` and a real ParityGRPOTrainer on a random model. Every round has one step of each
+kind, in rotating order:
+
+- `trl`: TRL's loss through TRL's fused head in fp32, no heads in the rollout;
+- `plain`: the same loss through our head with K = 0, so that only centring differs from the next;
+- `centred`: the centred loss, with K head entries per token from the sampler.
+
+Each step is split into the rollout, the loss with its backward pass, and the rest (optimizer,
+TRL's bookkeeping).
 """
 
 from __future__ import annotations
@@ -29,9 +34,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_callbacks import ParityGRPOConfig, ParityGRPOTrainer
+from trl_callbacks.heads import HeadScorer
 from vllm_parity_plugin.serving import serve
 
 app = typer.Typer(add_completion=False)
+KINDS = ("trl", "plain", "centred")
 PARTS = ("rollout", "loss and backward", "rest", "step")
 PROMPT_TOKENS, GROUP = 32, 4
 console = Console()
@@ -41,11 +48,20 @@ class Timed(ParityGRPOTrainer):
     """A trainer that can be switched between the two losses, and times the parts of a step."""
 
     seconds: dict[str, float]
+    kind: str
 
-    def switch(self, on: bool) -> None:
-        """Centring on, or TRL's own loss without heads."""
-        self.parity_weight = self.args.weight() if on else None
+    def switch(self, kind: str) -> None:
+        """The kind of the next step."""
+        self.kind = kind
+        self.parity_weight = self.args.weight() if kind == "centred" else None
         self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: torch.Tensor, attention: torch.Tensor, tokens: int, **kwargs: Any
+    ) -> Any:
+        if self.kind == "plain":
+            model = HeadScorer(model, ids.new_empty(len(ids), tokens, 0))
+        return super()._get_per_token_logps_and_entropies(model, ids, attention, tokens, **kwargs)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -68,15 +84,12 @@ class Timed(ParityGRPOTrainer):
 class Switch(TrainerCallback):
     """Chooses the loss before each step and keeps the step's times after it."""
 
-    def __init__(self, pairs: int) -> None:
+    def __init__(self, rounds: int) -> None:
         self.rows: list[dict[str, Any]] = []
-        # Two steps to warm up, then pairs whose order alternates.
-        order = [True, False]
-        for pair in range(pairs):
-            order += [True, False] if pair % 2 == 0 else [False, True]
-        self.order = order
+        # The first round warms up.
+        self.order = [kind for turn in range(rounds + 1) for kind in shared.rotated(KINDS, turn)]
         self.trainer: Timed | None = None
-        self._bar = iter(track(order, "steps", console=console))
+        self._bar = iter(track(self.order, "steps", console=console))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.trainer is not None
@@ -91,13 +104,13 @@ class Switch(TrainerCallback):
         seconds = self.trainer.seconds
         seconds["step"] = time.perf_counter() - self._started
         seconds["rest"] = seconds["step"] - seconds["rollout"] - seconds["loss and backward"]
-        index = len(self.rows)
-        self.rows.append({"pair": (index - 2) // 2, "centring": int(self.order[index]), **seconds})
+        row = {"round": len(self.rows) // len(KINDS), "kind": self.trainer.kind}
+        self.rows.append({**row, **seconds})
 
 
 def run(path: Path, url: str, directory: Path, options: dict[str, int]) -> list[dict[str, Any]]:
-    """Train, and return one row for each step after the first two."""
-    switch = Switch(options["pairs"])
+    """Train, and return one row for each step after the first round."""
+    switch = Switch(options["rounds"])
     config = ParityGRPOConfig(
         output_dir=str(directory),
         vllm_server_base_url=url,
@@ -129,7 +142,7 @@ def run(path: Path, url: str, directory: Path, options: dict[str, int]) -> list[
     )
     switch.trainer = trainer
     trainer.train()
-    return switch.rows[2:]
+    return switch.rows[len(KINDS) :]
 
 
 def coin(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -137,38 +150,50 @@ def coin(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [float(zlib.crc32(text.encode()) % 2) for text in completions]
 
 
-def ratios(rows: list[dict[str, Any]], part: str) -> list[float]:
-    """Seconds with centring over seconds without, pair by pair."""
-    pairs: dict[int, dict[int, float]] = {}
+def ratios(rows: list[dict[str, Any]], part: str, over: str) -> list[float]:
+    """Seconds of a centred step over those of another kind, round by round."""
+    rounds: dict[int, dict[str, float]] = {}
     for row in rows:
-        pairs.setdefault(row["pair"], {})[row["centring"]] = row[part]
-    return [pair[1] / pair[0] for pair in pairs.values()]
+        rounds.setdefault(row["round"], {})[row["kind"]] = row[part]
+    return [seconds["centred"] / seconds[over] for seconds in rounds.values()]
 
 
-def summary(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Part, median seconds off and on, median of the pairs' ratios with their quartiles."""
-    lines = []
+def extra(rows: list[dict[str, Any]]) -> list[float]:
+    """What the trainer's part of a centred step takes more than `plain`'s, over a plain step."""
+    rounds: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        rounds.setdefault(row["round"], {})[row["kind"]] = row
+    part = "loss and backward"
+    return [(r["centred"][part] - r["plain"][part]) / r["plain"]["step"] for r in rounds.values()]
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median with the quartiles."""
+    low, middle, high = quantiles(values, n=4)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Part, median seconds of each kind, and the rounds' ratios."""
+    lines: list[tuple[str, ...]] = []
     for part in PARTS:
-        off, on = (
-            median(row[part] for row in rows if row["centring"] == centring) for centring in (0, 1)
-        )
-        low, middle, high = quantiles(ratios(rows, part), n=4)
-        lines.append((part, f"{off:.3f}", f"{on:.3f}", f"{middle:.3f} ({low:.3f} to {high:.3f})"))
-    # The claim is about the trainer: a difference of a part over the time of the whole step.
-    part, step = "loss and backward", median(r["step"] for r in rows if not r["centring"])
-    extra = median(r[part] for r in rows if r["centring"]) - median(
-        r[part] for r in rows if not r["centring"]
-    )
-    lines.append(("loss and backward, extra over step", "", "", f"{extra / step:+.2%}"))
+        seconds = [
+            f"{median(row[part] for row in rows if row['kind'] == kind):.3f}" for kind in KINDS
+        ]
+        over = [spread(ratios(rows, part, kind), ".3f") for kind in ("plain", "trl")]
+        lines.append((part, *seconds, *over))
+    share = spread(extra(rows), "+.2%")
+    lines.append(("loss and backward, extra over a plain step", "", "", "", share, ""))
     return lines
 
 
-HEADER = ("part", "off, s", "on, s", "on / off, median of pairs (quartiles)")
+HEADER = ("part", *(f"{kind}, s" for kind in KINDS), "centred / plain", "centred / trl")
+"""Ratios are medians over rounds, with quartiles."""
 
 
 @app.command()
 def main(
-    pairs: Annotated[int, typer.Option(help="Pairs of steps, with and without.")] = 12,
+    rounds: Annotated[int, typer.Option(min=2, help="Steps of each kind.")] = 8,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
     width: Annotated[int, typer.Option(help="Hidden size of the model.")] = 512,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = shared.VOCABULARY,
@@ -178,13 +203,13 @@ def main(
     threads: Annotated[int, typer.Option(help="Threads of server and trainer.")] = 2,
     write: Annotated[Path | None, typer.Option(help="Page whose table is replaced.")] = None,
 ) -> None:
-    """Time paired training steps and print, part by part, what centring costs."""
+    """Time training steps in turns and print, part by part, what centring costs."""
     torch.set_num_threads(threads)
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     model = shared.qwen3(
         vocabulary=vocabulary, layers=layers, width=width, heads=width // 64, head_dim=64
     )
-    options = {"pairs": pairs, "sequences": sequences, "tokens": tokens, "head_size": head_size}
+    options = {"rounds": rounds, "sequences": sequences, "tokens": tokens, "head_size": head_size}
     with tempfile.TemporaryDirectory() as scratch:
         path = shared.write_model(Path(scratch) / "model", model)
         environment = shared.serve_environment(threads) | {"VLLM_PARITY_HEAD_SIZE": str(head_size)}
@@ -193,7 +218,7 @@ def main(
             rows = run(path, server.url, Path(scratch) / "run", options)
     shared.write_csv(shared.RESULTS / "step_overhead.csv", rows)
     lines = summary(rows)
-    table = Table(*HEADER, title=f"{pairs} pairs, {shared.machine()}")
+    table = Table(*HEADER, title=f"{rounds} rounds, {shared.machine()}")
     for line in lines:
         table.add_row(*line)
     console.print(table)

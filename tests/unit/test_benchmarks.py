@@ -44,7 +44,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [
         ("weight_update.py", ["--gb", "--rounds", "--transport", "--rollback"]),
         ("token_logprobs.py", ["--device", "--rounds", "--quick", "--write"]),
-        ("step_overhead.py", ["--pairs", "--head-size", "--tokens", "--write"]),
+        ("step_overhead.py", ["--rounds", "--head-size", "--tokens", "--write"]),
         ("soak.py", ["--minutes", "--interval"]),
     ],
 )
