@@ -48,6 +48,9 @@ from vllm_parity_plugin.weights.verify import checksum
 Tensors = dict[str, torch.Tensor]
 PROMPTS = [[5 + i, 6 + 2 * i, 7 + 3 * i, 8 + i] for i in range(8)]
 SAME, FACTOR = 0.02, 5.0
+UNSTEADY = 1e-5
+"""vLLM's experts on CPU add in no fixed order: without any update, logprobs of the same request
+differ by up to 4.8e-7 in about one pass of 30."""
 START = 900.0
 """Seconds to wait for eight processes on a busy machine of two cores."""
 ENGINE_HEADER = "X-data-parallel-rank"
@@ -468,7 +471,7 @@ def test_the_directory_outlives_one_of_two_processes() -> None:
 
 
 def test_w8_experts(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
-    """W8: the same experts again change no bit; a new model's, and one new expert on top of the
+    """W8: the same experts again change nothing; a new model's, and one new expert on top of the
     checkpoint, give those policies' logprobs."""
     path = tiny_model("moe")
     original = weights_of(path)
@@ -491,7 +494,9 @@ def test_w8_experts(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
     (result,) = run_jobs([{"kind": "llm", "args": args, "steps": [*steps, ask]}], tmp_path)
     assert result["error"] is None
     first, *after = result["steps"][::2]
-    assert after[0] == first
+    for again, once in zip(after[0], first, strict=True):
+        assert again["token_ids"] == once["token_ids"]
+        assert again["logprobs"] == pytest.approx(once["logprobs"], rel=0, abs=UNSTEADY)
     for found, name in zip(after, policies, strict=True):
         right = expert_mismatch(path, policies[name], found, tmp_path / name)
         assert right <= SAME
