@@ -58,26 +58,16 @@ def test_a_tied_bf16_head_follows(tiny_model: Callable[[Kind], Path], tmp_path: 
     assert (worker["head"]["dtype"], worker["prefix_caching"]) == ("bfloat16", True)
 
 
-def test_an_adapter_is_merged(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
-    """PEFT LoRA: the engine holds the merged weights, rounded once."""
+def test_two_processes_update_together(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
+    """Each has its own engine; one of them stages, both load, and both are attested.
+
+    PEFT LoRA here: the engines hold the merged weights, rounded once."""
     run: Run = {
         "model": str(tiny_model("untied")),
         "callback": "enforce",
         "lora": True,
-        "trainer": {"learning_rate": 3e-2},
         "steps": 3,
-    }
-    (result,) = train(run, tmp_path)
-    agrees(result)
-
-
-def test_two_processes_update_together(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
-    """Each has its own engine; one of them stages, both load, and both are attested."""
-    run: Run = {
-        "model": str(tiny_model("untied")),
-        "callback": "enforce",
-        "steps": 3,
-        "trainer": {"per_device_train_batch_size": 8},
+        "trainer": {"per_device_train_batch_size": 8, "learning_rate": 3e-2},
     }
     results = train(run, tmp_path, processes=2)
     for result in results:
