@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import shared
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,7 +22,6 @@ from tests.server.faultlab.lab import laboratory
 from tests.server.faultlab.runner import Result, markdown, run, table, violations
 from tests.server.faultlab.scenarios import GROUPS, Host, Scenario, last, scenarios
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 console = Console()
 
 
@@ -47,14 +47,11 @@ def run_host(host: Host, todo: list[Scenario], repeats: int, mount: bool) -> lis
 
 def write_table(path: Path, text: str, command: str) -> None:
     """Replace the table of a page, with the command that made it."""
-    page = path.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
     made = (
         f"vLLM {version('vllm')}, torch {version('torch')}, CPU. Made by\n"
         f"`.venv/bin/python benchmarks/fault_injection.py {command}`:\n\n"
     )
-    path.write_text(f"{before}{BEGIN}\n{made}{text}\n{END}{after}")
+    shared.replace_table(path, "table", f"{made}{text}")
 
 
 def main(

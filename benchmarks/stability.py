@@ -157,7 +157,7 @@ def main(
             console.print(f"{name}\n{text}\n{separate}", markup=False, soft_wrap=True)
             report.plot(rows, list(EXPERIMENTS[name]), list(METHODS), output, name)
             if write is not None:
-                report.write_section(write, name, report.section(rows, text, separate))
+                shared.replace_table(write, name, report.section(rows, text, separate))
 
 
 if __name__ == "__main__":

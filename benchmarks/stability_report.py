@@ -250,20 +250,6 @@ def section(rows: Sequence[Row], text: str, separate: str) -> str:
     )
 
 
-def write_section(path: Path, name: str, text: str) -> None:
-    """Replace what stands between the markers of an experiment.
-
-    A page without the markers is refused: a table that lands nowhere would go unnoticed.
-    """
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    page = path.read_text()
-    if begin not in page or end not in page:
-        raise SystemExit(f"{path} has no markers {begin} and {end}")
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def plot(
     rows: Sequence[Row], levels: Sequence[str], methods: Sequence[str], output: Path, name: str
 ) -> Path:

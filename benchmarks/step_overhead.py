@@ -34,7 +34,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_callbacks import ParityGRPOConfig, ParityGRPOTrainer
-from trl_callbacks.heads import HeadScorer
+from trl_callbacks.head_scorer import HeadScorer
 from vllm_parity_plugin.serving import serve
 
 app = typer.Typer(add_completion=False)

@@ -33,7 +33,6 @@ from trl_callbacks.token_logprobs import token_logprobs
 sys.path.append(str(shared.ROOT))
 from tests.live_bytes import LiveBytes
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEADS = (0, 32, 128, 512)
 TRL, NAIVE = "TRL fused head, K = 0", "full logits, K = 128"
 NAIVE_HEAD = 128
@@ -217,13 +216,6 @@ def device_name(device: torch.device) -> str:
     return f"{shared.machine()}; {torch.get_num_threads()} thread(s), {kind}"
 
 
-def write_table(path: Path, text: str, caption: str) -> None:
-    """Replace the table of a page, with what it was measured on."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{caption}\n\n{text}\n{END}{after}")
-
-
 def main(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run; auto prefers CUDA.")
@@ -272,7 +264,7 @@ def main(
     path = shared.write_csv(output / f"token_logprobs_{where.type}.csv", rows)
     console.print(f"rounds: {path}")
     if write is not None:
-        write_table(write, shared.markdown(COLUMNS, lines), caption)
+        shared.replace_table(write, "table", f"{caption}\n\n{shared.markdown(COLUMNS, lines)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from trl_callbacks.centering_gap import top_k_gap
 from trl_callbacks.compat import log_metrics
-from trl_callbacks.heads import HeadScorer
+from trl_callbacks.head_scorer import HeadScorer
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.wire import RolloutRequest, Status
 

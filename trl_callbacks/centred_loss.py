@@ -14,7 +14,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanmax, nanmin
 
 from trl_callbacks.compat import log_metrics, replace_metrics
-from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS, OLD_HEAD_LOGPROBS, HeadScorer
+from trl_callbacks.head_scorer import HeadScorer
+from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS, OLD_HEAD_LOGPROBS
 from trl_callbacks.loss_types import LOSSES
 from trl_callbacks.score_centering import score_centering_loss, valid_tokens
 from vllm_parity_plugin.mismatch import head_gap

@@ -8,15 +8,15 @@ import torch
 from trl import GRPOTrainer
 
 from trl_callbacks.audit import check_audit, log_top_k_gap
-from trl_callbacks.callback import ParityCallback, server_url
+from trl_callbacks.callback import Mode, ParityCallback, server_url
 from trl_callbacks.centred_loss import centred_loss, loss_mask
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.config import ParityGRPOConfig
+from trl_callbacks.head_scorer import HeadScorer
 from trl_callbacks.heads import (
     HEAD_IDS,
     HEAD_LOGPROBS,
     OLD_HEAD_LOGPROBS,
-    HeadScorer,
     Rows,
 )
 from trl_callbacks.rollout import generation_for, log_update
@@ -61,7 +61,7 @@ class ParityGRPOTrainer(GRPOTrainer):
             given[0]
             if given
             else ParityCallback(
-                mode=config.parity_mode,  # type: ignore[arg-type]
+                mode=cast(Mode, config.parity_mode),
                 max_mismatch=config.parity_max_mismatch,
             )
         )

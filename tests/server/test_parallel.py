@@ -49,8 +49,8 @@ Tensors = dict[str, torch.Tensor]
 PROMPTS = [[5 + i, 6 + 2 * i, 7 + 3 * i, 8 + i] for i in range(8)]
 SAME, FACTOR = 0.02, 5.0
 UNSTEADY = 1e-5
-"""vLLM's experts on CPU add in no fixed order: without any update, logprobs of the same request
-differ by up to 4.8e-7 in about one pass of 30."""
+"""vLLM's experts on CPU add in no fixed order: the same request differs by an ulp now and then,
+without any update."""
 START = 900.0
 """Seconds to wait for eight processes on a busy machine of two cores."""
 ENGINE_HEADER = "X-data-parallel-rank"

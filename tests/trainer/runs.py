@@ -12,7 +12,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_callbacks import ParityGRPOConfig, ParityGRPOTrainer
-from trl_callbacks.heads import HEAD_IDS, HeadScorer
+from trl_callbacks.head_scorer import HeadScorer
+from trl_callbacks.heads import HEAD_IDS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

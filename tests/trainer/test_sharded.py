@@ -116,6 +116,8 @@ def test_the_server_follows_a_sharded_policy(runs: Runs, case: str) -> None:
             assert torch.equal(value, second["weights"][step][name])
     assert any((first["weights"][1][n] != first["weights"][0][n]).any() for n in changed)
     assert first["log"][1]["parity/logprob_diff/mean"] < 0.03
+    # Logged with a push only: a server that happens to hold a near policy would pass the above.
+    assert first["log"][1]["parity/policy_version"] > 0
 
 
 def test_lora_trains_its_adapter_alone(runs: Runs) -> None:

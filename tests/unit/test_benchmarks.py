@@ -59,6 +59,18 @@ def test_help(script: str, options: list[str]) -> None:
     assert all(option in run.stdout for option in options)
 
 
+def test_replace_table(load: Any, tmp_path: Path) -> None:
+    """A table that would land nowhere is an error, and leaves the page alone."""
+    shared, page = load("shared"), tmp_path / "page.md"
+    page.write_text("a\n<!-- noise: begin -->\nold\n<!-- noise: end -->\nb\n")
+    shared.replace_table(page, "noise", "new")
+    made = "a\n<!-- noise: begin -->\n\nnew\n\n<!-- noise: end -->\nb\n"
+    assert page.read_text() == made
+    with pytest.raises(ValueError, match="int8: begin"):
+        shared.replace_table(page, "int8", "new")
+    assert page.read_text() == made
+
+
 def test_rotated(load: Any) -> None:
     shared = load("shared")
     assert shared.rotated(["a", "b", "c"], 1) == ["b", "c", "a"]

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from trl_callbacks.heads import HeadScorer, Rollouts, SampledLogprob, check_heads
+from trl_callbacks.head_scorer import HeadScorer
+from trl_callbacks.heads import Rollouts, SampledLogprob, check_heads
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.wire import Rollout, Sampling
 

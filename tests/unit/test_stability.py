@@ -7,8 +7,7 @@ Properties:
 - a stale sampler is sent a policy only when its interval says so;
 - TRL's TIS and MIS, as configured, are the weights that centering composes with;
 - statistics and tables give hand-made results; missing seeds, cells and falls do not break them;
-- a run is repeated neither after a restart nor under other settings; seeds are interleaved;
-- a page without markers is refused.
+- a run is repeated neither after a restart nor under other settings; seeds are interleaved.
 """
 
 from __future__ import annotations
@@ -240,16 +239,6 @@ def test_runs_are_not_repeated(load: Any, tmp_path: Path) -> None:
     for steps, prompts in ((21, 4), (20, 8)):
         with pytest.raises(SystemExit, match="other settings"):
             stability.missing(runs, tmp_path, steps, prompts)
-
-
-def test_write_section(load: Any, tmp_path: Path) -> None:
-    report = load("stability_report")
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- noise: begin -->\nold\n<!-- noise: end -->\nb\n")
-    report.write_section(page, "noise", "new")
-    assert page.read_text() == "a\n<!-- noise: begin -->\nnew\n<!-- noise: end -->\nb\n"
-    with pytest.raises(SystemExit, match="no markers"):
-        report.write_section(page, "int8", "new")
 
 
 def test_plot(load: Any, tmp_path: Path) -> None:
