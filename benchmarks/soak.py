@@ -37,11 +37,12 @@ from rich.table import Table
 
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.serving import Server, serve
 from vllm_parity_plugin.weights.errors import ConflictError, ManifestError, RangeError
 from vllm_parity_plugin.weights.messages import UploadRequest, WeightUpdate
 from vllm_parity_plugin.weights.writer import header_bytes, write_policy
-from vllm_parity_plugin.wire import INCOMING, Rollout, RolloutRequest, Sampling
+from vllm_parity_plugin.wire import INCOMING
 
 CYCLE = (
     ("full", "file"),

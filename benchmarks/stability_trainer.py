@@ -32,8 +32,8 @@ from trl_callbacks.rollout import ParityGeneration
 from trl_callbacks.score_centering import resolve_weight
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient
+from vllm_parity_plugin.rollout_wire import RolloutRequest, Sampling
 from vllm_parity_plugin.weights.messages import WeightUpdateResult
-from vllm_parity_plugin.wire import RolloutRequest, Sampling
 
 sys.path.append(str(shared.ROOT / "examples"))
 import countdown

@@ -30,8 +30,8 @@ from trl_callbacks import ParityGRPOConfig, ParityGRPOTrainer
 from vllm_parity_plugin.cli.report import write_report
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import RolloutRequest, Sampling
 from vllm_parity_plugin.serving import serve
-from vllm_parity_plugin.wire import RolloutRequest, Sampling
 
 HELD_OUT = 512
 HELD_OUT_SEED = 1_000_003

@@ -49,6 +49,7 @@ PROTOCOL = frozenset(
         "vllm_parity_plugin",
         "vllm_parity_plugin.compat",
         "vllm_parity_plugin.errors",
+        "vllm_parity_plugin.rollout_wire",
         "vllm_parity_plugin.rules",
         "vllm_parity_plugin.settings",
         "vllm_parity_plugin.weights.errors",

@@ -11,9 +11,10 @@ import httpx
 import torch
 from safetensors.torch import save_file
 
+from vllm_parity_plugin.rollout_wire import Rollout
 from vllm_parity_plugin.serving import Server
 from vllm_parity_plugin.weights.messages import WeightsInfo
-from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, Rollout, Status
+from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, Status
 
 
 class Client:

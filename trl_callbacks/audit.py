@@ -14,7 +14,8 @@ from trl_callbacks.centering_gap import top_k_gap
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.head_scorer import HeadScorer
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.wire import RolloutRequest, Status
+from vllm_parity_plugin.rollout_wire import RolloutRequest
+from vllm_parity_plugin.wire import Status
 
 
 def check_audit(positions: int, size: int, status: Status | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.wire import Rollout
+from vllm_parity_plugin.rollout_wire import Rollout
 
 HEAD_IDS = "sampler_head_ids"
 HEAD_LOGPROBS = "sampler_head_logprobs"

@@ -23,8 +23,8 @@ from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tens
 from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.weights.messages import WeightUpdateResult
-from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
 
 T = TypeVar("T")
 

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import base64
+import itertools
+import logging
 import os
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import (
+    BODY_TYPE,
+    KEY_HEADER,
+    RETRY_HEADER,
+    SERVER_HEADER,
+    STREAM_TYPE,
+    HeadDtype,
+    Rollout,
+    RolloutRequest,
+    read_frames,
+)
 from vllm_parity_plugin.weights.errors import ApplyError, by_name
 from vllm_parity_plugin.weights.messages import (
     NcclStart,
@@ -20,23 +38,24 @@ from vllm_parity_plugin.weights.messages import (
     WeightUpdate,
     WeightUpdateResult,
 )
-from vllm_parity_plugin.wire import (
-    MARKER_FILE,
-    PREFIX,
-    TOKEN_HEADER,
-    Rollout,
-    RolloutRequest,
-    Status,
-)
+from vllm_parity_plugin.wire import MARKER_FILE, PREFIX, TOKEN_HEADER, Status
 
 TOKEN_VARIABLE = "VLLM_PARITY_TOKEN"
 JSON = {"content-type": "application/json"}
 PIECE = 2**20
 """Bytes given to the connection at a time."""
+PAUSES = (0.1, 1.0, 5.0)
+"""Seconds before each further attempt at a rollout; the server waits longer for it."""
+CONNECTIONS = 32
+logger = logging.getLogger(__name__)
 
 
 class ConnectionLost(ParityError):
     """The answer is lost, and whether the request took effect is unknown."""
+
+
+class TimedOut(ConnectionLost):
+    """There was no answer in time; it may still come into being."""
 
 
 class ParityClient:
@@ -69,6 +88,8 @@ class ParityClient:
             # A proxy between trainer and sampler would turn loopback into a remote caller.
             trust_env=False,
         )
+        self._server_id = ""
+        """Of the last answer: a retry must reach the same server."""
 
     def status(self) -> Status:
         """What the server really runs (``GET /v1/parity/status``)."""
@@ -136,23 +157,113 @@ class ParityClient:
         answer = self._call("POST", path, content=body, headers=JSON)
         return WeightUpdateResult.model_validate_json(answer.content)
 
-    def rollout(self, request: RolloutRequest) -> Rollout:
-        """Sample completions with heads (``POST /v1/parity/rollouts``)."""
-        answer = self._call(
-            "POST",
-            "/rollouts",
-            content=request.model_dump_json(),
-            headers=JSON,
-        )
-        return Rollout.from_bytes(answer.content)
+    def rollout(
+        self, request: RolloutRequest, *, head_dtype: HeadDtype = "float32", zstd: bool = False
+    ) -> Rollout:
+        """Sample completions with heads (``POST /v1/parity/rollouts``), in one answer.
+
+        A connection that breaks is tried again. The server samples only once: the second attempt
+        gets the same completions, or an error.
+
+        Args:
+            request: sent as it is, but for ``stream``.
+            head_dtype: of ``head_logprobs``; float16 saves a quarter of the bytes.
+            zstd: compress the answer: for a network that is slower than about 1 Gbit/s.
+
+        Raises:
+            NotRepeatable: the connection broke, and the completions cannot be had again.
+            ParityError: the server refused, or is gone.
+        """
+        whole = request.model_copy(update={"stream": False})
+        [body] = self._bodies(whole, head_dtype, zstd)
+        return Rollout.from_bytes(body)
+
+    def rollout_stream(
+        self, request: RolloutRequest, *, head_dtype: HeadDtype = "float32", zstd: bool = False
+    ) -> Iterator[tuple[int, Rollout]]:
+        """The same, sequence by sequence as they end: index in the request and its rollout.
+
+        Nothing more is read than is asked for, and closing the iterator hangs up. After a broken
+        connection the stream is opened again; sequences that were seen are not repeated.
+
+        Raises:
+            NotRepeatable, ParityError: as :meth:`rollout`.
+        """
+        streamed = request.model_copy(update={"stream": True})
+        seen: set[int] = set()
+        for body in self._bodies(streamed, head_dtype, zstd):
+            index, rollout = Rollout.from_frame(body)
+            if index not in seen:
+                seen.add(index)
+                yield index, rollout
+
+    def rollouts(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        head_dtype: HeadDtype = "float32",
+        zstd: bool = False,
+    ) -> list[Rollout]:
+        """Several requests at once, one connection each: for a balancer in front of servers.
+
+        Raises:
+            NotRepeatable, ParityError: as :meth:`rollout`; of the first request that fails.
+        """
+        with ThreadPoolExecutor(min(len(requests), CONNECTIONS)) as pool:
+            send = partial(self.rollout, head_dtype=head_dtype, zstd=zstd)
+            return list(pool.map(send, requests))
+
+    def _bodies(
+        self, request: RolloutRequest, head_dtype: HeadDtype, zstd: bool
+    ) -> Iterator[bytes]:
+        """Bodies of the answer; a stream that is opened again begins with the first one again."""
+        content = request.model_dump_json(exclude_none=True)
+        media_type = STREAM_TYPE if request.stream else BODY_TYPE
+        headers = JSON | {
+            "accept": f"{media_type}; head={head_dtype}",
+            "accept-encoding": "zstd" if zstd else "identity",
+            KEY_HEADER: uuid.uuid4().hex,
+        }
+        for attempt in itertools.count():
+            try:
+                with (
+                    self._translated("POST", "/rollouts"),
+                    self._http.stream(
+                        "POST", f"{PREFIX}/rollouts", content=content, headers=headers
+                    ) as response,
+                ):
+                    self._server_id = response.headers.get(SERVER_HEADER, self._server_id)
+                    if not response.is_success:
+                        response.read()
+                        raise self._refusal(response)
+                    if request.stream:
+                        yield from read_frames(response.iter_bytes())
+                    else:
+                        yield response.read()
+                return
+            except ConnectionLost as error:
+                if isinstance(error, TimedOut) or not self._server_id or attempt == len(PAUSES):
+                    raise
+                logger.warning("%s Trying again.", error.found)
+            headers[RETRY_HEADER] = self._server_id
+            time.sleep(PAUSES[attempt])
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
     def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        try:
+        with self._translated(method, path):
             answer = self._http.request(method, PREFIX + path, **kwargs)
+        if answer.is_success:
+            return answer
+        raise self._refusal(answer)
+
+    @contextmanager
+    def _translated(self, method: str, path: str) -> Iterator[None]:
+        """httpx's errors as ours."""
+        try:
+            yield
         except httpx.ConnectError as error:
             raise ParityError(
                 f"No server answers at {self.url} ({error}).",
@@ -161,7 +272,7 @@ class ParityClient:
                 "installed, wait until it is up, and check host and port.",
             ) from None
         except httpx.TimeoutException:
-            raise ConnectionLost(
+            raise TimedOut(
                 f"{self.url} did not answer {method} {PREFIX + path} in time.",
                 "It may be overloaded, or paused by an update that failed.",
                 "look at the server's log and at GET /v1/parity/status; raise the timeout if it "
@@ -173,9 +284,6 @@ class ParityClient:
                 "The answer is lost, and whether the request took effect is unknown.",
                 "look at the server's log; GET /v1/parity/status tells which policy is served.",
             ) from None
-        if answer.is_success:
-            return answer
-        raise self._refusal(answer)
 
     def _refusal(self, answer: httpx.Response) -> ParityError:
         message, kind = _error(answer)

@@ -16,3 +16,7 @@ class ParityError(RuntimeError):
     def __init__(self, found: str, why: str, fix: str) -> None:
         self.found, self.why, self.fix = found, why, fix
         super().__init__(f"{found} {why} Fix: {fix}")
+
+
+class NotRepeatable(ParityError):
+    """A repeated request whose first answer is gone, so that it would be sampled again."""

@@ -36,7 +36,7 @@ from tests.server.faultlab.scenarios import (
     last,
     scenarios,
 )
-from vllm_parity_plugin.wire import Rollout
+from vllm_parity_plugin.rollout_wire import Rollout
 
 A, B = ("full:1",), ("full:2",)
 LAST = "worker killed"
@@ -142,7 +142,7 @@ def landed(lab: Lab, rollout: Rollout, tokens: int | None = None) -> Flight:
     """A flight that ended with the first ``tokens`` tokens of a rollout."""
     flight = Flight.__new__(Flight)
     result: Future[Rollout] = Future()
-    arrays = {name: getattr(rollout, name)[:tokens] for name in Rollout.ARRAYS if "off" not in name}
+    arrays = {name: getattr(rollout, name)[:tokens] for name in Rollout.TOKENS}
     result.set_result(replace(rollout, **arrays))
     flight.__dict__ |= {
         "_lab": lab,

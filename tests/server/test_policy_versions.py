@@ -26,8 +26,8 @@ import torch
 from tests.client import Client, sequences
 from tests.models import Kind, weights_of
 from tests.reference import reference
+from vllm_parity_plugin.rollout_wire import Rollout
 from vllm_parity_plugin.serving import Server
-from vllm_parity_plugin.wire import Rollout
 
 Tensors = dict[str, torch.Tensor]
 PROMPT = [(7 * i) % 500 + 3 for i in range(60)]

@@ -30,8 +30,8 @@ from tests.models import Kind, noisy, weights_of
 from tests.offline import run_jobs
 from tests.reference import reference
 from tests.servers import API_KEY, TOKEN
+from vllm_parity_plugin.rollout_wire import Rollout
 from vllm_parity_plugin.serving import Server
-from vllm_parity_plugin.wire import Rollout
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104]]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.trainer.runs import parity_trainer
 from trl_callbacks import ParityGRPOTrainer
-from vllm_parity_plugin.wire import Rollout, RolloutRequest
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 
 PROCESSES = 2
 TIMEOUT = 600.0

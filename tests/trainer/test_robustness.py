@@ -33,8 +33,8 @@ from tests.trainer.test_trainer import CountingClient, Recording
 from trl_callbacks import ParityGRPOTrainer
 from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS, OLD_HEAD_LOGPROBS
 from trl_callbacks.loss_types import SUPPORTED
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 from vllm_parity_plugin.serving import Server
-from vllm_parity_plugin.wire import Rollout, RolloutRequest
 
 TWO_STEPS = {"num_iterations": 2, "learning_rate": 1e-3}
 WEIGHTS = dict(zip(SUPPORTED, ("none", "tis", "mis", "is", "tis", "none"), strict=True))

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from tests.trainer.runs import countdown, gradients, logged, one_batch, parity_trainer
 from tests.trainer.test_trainer import Recording
 from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS, OLD_HEAD_LOGPROBS
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 from vllm_parity_plugin.serving import Server
-from vllm_parity_plugin.wire import Rollout, RolloutRequest
 
 CHAT_TEMPLATE = """
 {%- for message in messages -%}

@@ -29,8 +29,8 @@ from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS
 from trl_callbacks.metrics import METRICS
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.serving import Server
-from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
 
 
 class Recording(ParityGRPOTrainer):
@@ -103,7 +103,7 @@ def test_heads_stay_with_their_tokens(
         assert (rows & (ids[:, 0] != sampled[:, 0])).any()  # top-1 is not always the sampled one
 
 
-TOKEN_ARRAYS = [name for name in Rollout.ARRAYS if name != "sequence_offsets"]
+TOKEN_ARRAYS = Rollout.TOKENS
 
 
 class CountingClient:

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.weights.stack import CHECKPOINT, MAX_LAYERS, Layer, extend
-from vllm_parity_plugin.wire import Rollout, RolloutRequest, Sampling
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -120,7 +120,9 @@ def answer(**changed: Any) -> Rollout:
         head_logprobs=np.zeros((6, 0), dtype=np.float32),
         sequence_offsets=np.array([0, 3, 6]),
         policy_versions=np.array([4, 4, 4, 4, 5, 5], dtype=np.int32),
+        cached_tokens=np.zeros(2, dtype=np.int32),
         finish_reasons=["length", "length"],
+        stop_reasons=[None, None],
         sampling=REQUEST.sampling,
     )
     return replace(good, **changed)

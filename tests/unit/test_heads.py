@@ -19,7 +19,7 @@ import torch
 from trl_callbacks.head_scorer import HeadScorer
 from trl_callbacks.heads import Rollouts, SampledLogprob, check_heads
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.wire import Rollout, Sampling
+from vllm_parity_plugin.rollout_wire import Rollout, Sampling
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,9 @@ def rollout(*sequences: list[int], size: int = 3, reasons: list[str] | None = No
         head_logprobs=(-tokens[:, None] / 8 - order).astype(np.float32),
         sequence_offsets=np.cumsum([0, *map(len, sequences)]),
         policy_versions=np.ones(len(tokens), dtype=np.int32),
+        cached_tokens=np.zeros(len(sequences), dtype=np.int32),
         finish_reasons=reasons or ["stop"] * len(sequences),
+        stop_reasons=[None] * len(sequences),
         sampling=Sampling(),
     )
 

@@ -16,8 +16,13 @@ from pydantic import BaseModel, ValidationError
 from safetensors.numpy import save
 
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import (
+    MAX_SEQUENCES,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+)
 from vllm_parity_plugin.weights.messages import MAX_VERSION, UploadRequest, WeightUpdate
-from vllm_parity_plugin.wire import MAX_SEQUENCES, Rollout, RolloutRequest, Sampling
 
 
 def rollout(lengths: list[int], head_size: int = 3) -> Rollout:
@@ -31,7 +36,9 @@ def rollout(lengths: list[int], head_size: int = 3) -> Rollout:
         head_logprobs=np.full((tokens, head_size), -np.inf, dtype=np.float32),
         sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         policy_versions=np.full(tokens, 3, dtype=np.int32),
+        cached_tokens=np.arange(len(lengths), dtype=np.int32),
         finish_reasons=["stop"] * len(lengths),
+        stop_reasons=[None] * len(lengths),
         sampling=Sampling(temperature=0.7, logit_bias={5: 1.5}),
     )
 
@@ -42,7 +49,7 @@ def test_l14_a_rollout_survives_the_wire(lengths: list[int], head_size: int) -> 
     """L14: arrays, dtypes, -inf, reasons and sampling come back; zero tokens give zero logprobs."""
     sent = rollout(lengths, head_size)
     found = Rollout.from_bytes(sent.to_bytes())
-    for name in Rollout.ARRAYS:
+    for name in Rollout.DTYPES:
         assert np.array_equal(getattr(found, name), getattr(sent, name))
         assert getattr(found, name).dtype == getattr(sent, name).dtype
     assert (found.finish_reasons, found.sampling) == (sent.finish_reasons, sent.sampling)

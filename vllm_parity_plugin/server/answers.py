@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.errors import NotRepeatable, ParityError
 from vllm_parity_plugin.weights.errors import (
     ApplyError,
     ConflictError,
@@ -25,6 +25,7 @@ from vllm_parity_plugin.weights.errors import (
 STATUS: tuple[tuple[type[ParityError], int, str], ...] = (
     (UnknownUpload, 404, "the upload does not exist, or no longer"),
     (ConflictError, 409, "the update does not fit the server's state; nothing was touched"),
+    (NotRepeatable, 409, "a repeated request whose first answer is gone; nothing was sampled"),
     (RangeError, 416, "the bytes do not continue the upload"),
     (ManifestError, 422, "the update does not fit the served model; nothing was touched"),
     (ApplyError, 500, "loading failed; the message tells what is served now"),
@@ -110,6 +111,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     texts = {status: text for _, status, text in reversed(STATUS)} | general
     texts |= {
         400: "the request is not what the schema says",
+        406: "the answer has no form that the caller takes",
         409: "the server's state does not allow it; nothing was touched",
         411: "a body of unknown length",
         413: "the body is larger than this route takes",

@@ -65,6 +65,7 @@ class ServerState:
         self, engine: Any, args: Namespace, settings: ParitySettings, worker: dict[str, Any]
     ) -> None:
         from vllm_parity_plugin.server.auth import FailureLimiter
+        from vllm_parity_plugin.server.jobs import Jobs
         from vllm_parity_plugin.server.metrics import WeightMetrics
         from vllm_parity_plugin.weights.staging import Staging
         from vllm_parity_plugin.weights.transaction import WeightUpdates
@@ -84,6 +85,7 @@ class ServerState:
             settings.upload_timeout,
             WeightMetrics(worker["version"]).observe,
         )
+        self.jobs = Jobs(self.server_id, alone=(getattr(args, "api_server_count", 1) or 1) == 1)
         self._reaper: asyncio.Task[None] | None = None
         self.banner = ""
 
@@ -108,6 +110,7 @@ class ServerState:
                 self.updates.reap()
             except OSError:
                 logger.exception("cannot tidy the weights directory")
+            await self.jobs.reap()
 
     async def status(self) -> Status:
         """Ask every worker what it runs.

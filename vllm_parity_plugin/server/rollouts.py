@@ -3,70 +3,125 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from vllm_parity_plugin.core_versions import Spans, inactive, new_request_id, versions_of
+from vllm_parity_plugin.core_records import Recorded, new_request_id, take
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.wire import Rollout, RolloutRequest
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
+
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+"""Where a multimodal model's configuration names the tokens that stand for something else."""
 
 
-async def rollout(state: Any, request: RolloutRequest) -> Rollout:
-    """Sample ``n`` completions of every prompt.
+async def sequences(engine: Any, request: RolloutRequest) -> AsyncIterator[tuple[int, Rollout]]:
+    """Sample ``n`` completions of every prompt; each as soon as it has ended.
 
     All sequences run as separate engine requests at once; if one fails, the others are aborted.
+    Those that end in the same step are fetched from the engine core together.
+
+    Yields:
+        index of the sequence (prompt-major), and a rollout of that one sequence.
 
     Raises:
-        ParityError: a prompt or a parameter that the served model cannot take.
+        ValueError: vLLM's word on a parameter.
+        ParityError: a sequence that the engine did not return in full.
     """
-    _check(state, request)
     jobs = [
         (prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.n)
     ]
     ids = [new_request_id() for _ in jobs]
+    ended: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
     tasks = [
-        asyncio.create_task(_sample(state, request, *job, request_id))
-        for job, request_id in zip(jobs, ids, strict=True)
+        asyncio.create_task(_sample(engine, request, job, request_id, ended, index))
+        for index, (job, request_id) in enumerate(zip(jobs, ids, strict=True))
     ]
+    left = set(range(len(jobs)))
     try:
-        outputs = await asyncio.gather(*tasks)
-    except BaseException:
+        while left:
+            batch = [await ended.get()]
+            while not ended.empty():
+                batch.append(ended.get_nowait())
+            for _, output in batch:
+                if isinstance(output, Exception):
+                    raise output
+            left.difference_update(index for index, _ in batch)
+            records = await take(engine, [ids[index] for index, _ in batch])
+            for index, output in batch:
+                sampling = request.sampling_of(jobs[index][0])
+                yield index, assemble(output, records[ids[index]], sampling)
+    finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with suppress(Exception):  # The first error is the one to report.
-            await versions_of(state.engine, ids)
-        raise
-    return _assemble(request, outputs, await _spans(state.engine, ids))
+        if left:
+            with suppress(Exception):  # The first error is the one to report.
+                await take(engine, [ids[index] for index in left])
 
 
-async def _spans(engine: Any, ids: list[str]) -> list[Spans]:
-    """Policy versions of every completion, in the order of ``ids``."""
-    known = await versions_of(engine, ids)
-    if missing := [request_id for request_id in ids if request_id not in known]:
-        raise inactive(f"{len(missing)} of {len(ids)} requests are unknown to it")
-    return [known[request_id] for request_id in ids]
+async def _sample(
+    engine: Any,
+    request: RolloutRequest,
+    job: tuple[int, int],
+    request_id: str,
+    ended: asyncio.Queue[tuple[int, Any]],
+    index: int,
+) -> None:
+    """Put one completion, or what went wrong, into ``ended``."""
+    prompt, sample = job
+    final = None
+    try:
+        params = sampling_params(request, prompt, sample)
+        inputs = {"prompt_token_ids": request.prompts[prompt]}
+        async for output in engine.generate(inputs, params, request_id):
+            final = output
+    except Exception as error:
+        await ended.put((index, error))
+        return
+    await ended.put((index, final or _nothing(prompt)))
 
 
-def _check(state: Any, request: RolloutRequest) -> None:
-    vocab = state.engine.model_config.get_vocab_size()
-    limit = state.head_limit
-    if request.head_size > limit:
+def _nothing(prompt: int) -> ParityError:
+    return ParityError(
+        f"The engine returned nothing for prompt {prompt}.",
+        "Its completion is lost.",
+        "look at the server's log; send the request again.",
+    )
+
+
+def check(request: RolloutRequest, model_config: Any, head_limit: int) -> None:
+    """Refuse what the served model cannot take.
+
+    Args:
+        model_config: vLLM's.
+        head_limit: most head entries per token that the engine returns.
+
+    Raises:
+        ParityError: naming the prompt or the parameter.
+    """
+    vocab = model_config.get_vocab_size()
+    if request.head_size > head_limit:
         raise ParityError(
-            f"head_size={request.head_size} is more than this server returns ({limit}; its "
+            f"head_size={request.head_size} is more than this server returns ({head_limit}; its "
             f"vocabulary has {vocab} tokens).",
             "The engine would reject the request.",
-            f"ask for at most {limit}, or restart the server with VLLM_PARITY_HEAD_SIZE.",
+            f"ask for at most {head_limit}, or restart the server with VLLM_PARITY_HEAD_SIZE.",
         )
-    if request.seeds is not None and len(request.seeds) != len(request.prompts):
-        raise ParityError(
-            f"{len(request.seeds)} seeds came with {len(request.prompts)} prompts.",
-            "Which seed belongs to which prompt is unclear.",
-            "send one seed per prompt, or none.",
-        )
-    max_len = state.engine.model_config.max_model_len
+    per_prompt: dict[str, list[Any] | None] = {"seeds": request.seeds}
+    if isinstance(request.sampling, list):
+        per_prompt["sampling parameters"] = request.sampling
+    for name, values in per_prompt.items():
+        if values is not None and len(values) != len(request.prompts):
+            raise ParityError(
+                f"{len(values)} {name} came with {len(request.prompts)} prompts.",
+                "Which of them belongs to which prompt is unclear.",
+                "send one per prompt, or none.",
+            )
+    max_len = model_config.max_model_len
+    placeholders = _placeholders(model_config.hf_config)
     for index, prompt in enumerate(request.prompts):
         if not prompt or len(prompt) >= max_len or min(prompt) < 0 or max(prompt) >= vocab:
             raise ParityError(
@@ -75,85 +130,73 @@ def _check(state: Any, request: RolloutRequest) -> None:
                 f"The served model takes 1 to {max_len - 1} ids in [0, {vocab - 1}].",
                 "shorten the prompt, raise --max-model-len, or use the served model's tokenizer.",
             )
+        if found := placeholders.intersection(prompt):
+            raise ParityError(
+                f"Prompt {index} holds token {min(found)}, which stands for an image, a video or "
+                "audio.",
+                "Parity rollouts carry token ids only, so the model would read the placeholder's "
+                "own embedding.",
+                "send text prompts, or use TRL's own vLLM mode with ParityCallback.",
+            )
 
 
-async def _sample(
-    state: Any, request: RolloutRequest, prompt: int, sample: int, request_id: str
-) -> Any:
-    """One completion."""
+def _placeholders(hf_config: Any) -> set[int]:
+    found = (getattr(hf_config, name, None) for name in PLACEHOLDERS)
+    return {value for value in found if isinstance(value, int)}
+
+
+def sampling_params(request: RolloutRequest, prompt: int, sample: int) -> Any:
+    """vLLM's parameters of one sequence."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    seed = None if request.seeds is None else request.seeds[prompt] + sample
-    params = SamplingParams(
-        **request.sampling.model_dump(exclude_none=True),
-        seed=seed,
+    sampling = request.sampling_of(prompt)
+    return SamplingParams(
+        **sampling.model_dump(exclude_none=True),
+        seed=None if request.seeds is None else request.seeds[prompt] + sample,
         logprobs=request.head_size,
         flat_logprobs=True,
-        detokenize=False,
+        # Text is made where a stop string has to be found in it, and nowhere else.
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    final = None
-    async for output in state.engine.generate(
-        {"prompt_token_ids": request.prompts[prompt]}, params, request_id
-    ):
-        final = output
-    if final is None:
-        raise ParityError(
-            f"The engine returned nothing for prompt {prompt}.",
-            "Its completion is lost.",
-            "look at the server's log; send the request again.",
-        )
-    return final.outputs[0]
 
 
-def token_versions(spans: Spans, tokens: int) -> np.ndarray:
-    """[T] int32, the policy version of each of ``tokens`` tokens.
+def assemble(output: Any, recorded: Recorded, sampling: Sampling) -> Rollout:
+    """One sequence, from vLLM's final output and what the engine core recorded.
 
-    Spans ``[[0, 4], [3, 5]]`` and 5 tokens give ``[4, 4, 4, 5, 5]``. A span from the last token
-    on (the request ended during the update) is empty.
+    Raises:
+        ParityError: the two do not fit.
     """
-    starts, versions = np.asarray(spans, dtype=np.int32).T
-    return versions[np.searchsorted(starts, np.arange(tokens), side="right") - 1]
-
-
-def _assemble(request: RolloutRequest, outputs: list[Any], spans: list[Spans]) -> Rollout:
-    lengths = [len(output.token_ids) for output in outputs]
-    width = 1 + request.head_size
-    ids, logprobs = zip(*(_arrays(output, width) for output in outputs), strict=True)
-    all_ids, all_logprobs = np.concatenate(ids), np.concatenate(logprobs)
-    token_ids = np.concatenate([np.asarray(output.token_ids, dtype=np.int32) for output in outputs])
-    if not np.array_equal(all_ids[:, 0], token_ids):
+    completion = output.outputs[0]
+    tokens = len(completion.token_ids)
+    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    # A stop string is found in the front end, when the engine may already be a token further.
+    ids, logprobs = recorded.ids[:tokens], recorded.logprobs[:tokens]
+    if len(ids) != tokens:
+        raise ParityError(
+            f"The engine recorded {len(ids)} rows of logprobs for {tokens} tokens.",
+            "Tokens would be paired with other tokens' logprobs.",
+            "report this with the vLLM version.",
+        )
+    if not np.array_equal(ids[:, 0], token_ids):
         raise ParityError(
             "The engine's first logprob is not the sampled token's.",
             "Every importance ratio would be that of another token.",
             "report this with the vLLM version.",
         )
-    head_ids, head_logprobs = all_ids[:, 1:].copy(), all_logprobs[:, 1:].copy()
+    head_ids, head_logprobs = ids[:, 1:].copy(), logprobs[:, 1:].copy()
     # A filter (top-p, top-k, min-p) leaves fewer than K tokens; the rest of the list is filler.
     head_ids[np.isneginf(head_logprobs)] = -1
     return Rollout(
         token_ids=token_ids,
-        logprobs=all_logprobs[:, 0].copy(),
+        logprobs=logprobs[:, 0].copy(),
         head_ids=head_ids,
         head_logprobs=head_logprobs,
-        sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        policy_versions=np.concatenate(list(map(token_versions, spans, lengths))),
-        finish_reasons=[str(output.finish_reason) for output in outputs],
-        sampling=request.sampling,
+        sequence_offsets=np.asarray([0, tokens], dtype=np.int64),
+        policy_versions=recorded.versions(tokens),
+        cached_tokens=np.asarray([output.num_cached_tokens or 0], dtype=np.int32),
+        finish_reasons=[str(completion.finish_reason)],
+        stop_reasons=[completion.stop_reason],
+        sampling=sampling,
     )
-
-
-def _arrays(output: Any, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """[T, 1 + K] ids and logprobs of one completion: the sampled token first, then the head."""
-    flat = output.logprobs
-    tokens = len(output.token_ids)
-    if len(flat.token_ids) != tokens * width:
-        raise ParityError(
-            f"The engine returned {len(flat.token_ids)} logprobs for {tokens} tokens, not "
-            f"{width} per token.",
-            "Tokens would be paired with other tokens' logprobs.",
-            "report this with the vLLM version.",
-        )
-    ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(tokens, width)
-    return ids, np.asarray(flat.logprobs, dtype=np.float32).reshape(tokens, width)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
+from vllm_parity_plugin.rollout_wire import SERVER_HEADER, RolloutRequest
 from vllm_parity_plugin.server.answers import Route, documented
 from vllm_parity_plugin.server.auth import TooManyFailures, authorised
 from vllm_parity_plugin.server.gate import unhealthy
-from vllm_parity_plugin.server.rollouts import rollout
+from vllm_parity_plugin.server.rollout_answers import Form, answer_streamed, answer_whole
+from vllm_parity_plugin.server.rollouts import check, sequences
 from vllm_parity_plugin.weights.messages import (
     NcclStart,
     UploadRequest,
@@ -22,10 +22,9 @@ from vllm_parity_plugin.weights.messages import (
     WeightUpdate,
     WeightUpdateResult,
 )
-from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, RolloutRequest, Status
+from vllm_parity_plugin.wire import PREFIX, TOKEN_HEADER, Status
 
 CONTENT_RANGE = r"^bytes [0-9]{1,18}-[0-9]{1,18}/([0-9]{1,18}|\*)$"
-T = TypeVar("T")
 
 
 def _state(request: Request) -> Any:
@@ -107,7 +106,7 @@ async def write_upload(
             upload_id, begin, last + 1, request.stream(), *total
         )
     except ClientDisconnect:  # what arrived is kept
-        raise _nobody_listens() from None
+        raise HTTPException(400, "The caller hung up.") from None
     return result
 
 
@@ -134,39 +133,41 @@ async def drop_upload(state: State, upload_id: str) -> None:
     state.updates.uploads.drop(upload_id)
 
 
-@router.post("/rollouts", response_class=Response, responses=documented(411, 413))
-async def rollouts(state: State, request: RolloutRequest, connection: Request) -> Response:
-    """Completions with sampler heads, as one safetensors body."""
+@router.post("/rollouts", response_class=Response, responses=documented(406, 409, 411, 413))
+async def rollouts(
+    state: State,
+    request: RolloutRequest,
+    connection: Request,
+    accept: Annotated[
+        str, Header(description="`application/vnd.safetensors`, optionally `; head=float16`")
+    ] = "*/*",
+    accept_encoding: Annotated[str, Header(description="`zstd` compresses the answer")] = "",
+    idempotency_key: Annotated[
+        str | None,
+        Header(max_length=200, description="Sampled once; a repeated request gets the same"),
+    ] = None,
+    x_parity_retry: Annotated[
+        str | None,
+        Header(max_length=200, description="On a repeated request: the server id last seen"),
+    ] = None,
+) -> Response:
+    """Completions with sampler heads, as safetensors: one body, or one per sequence."""
     if (failure := state.updates.staging.failure) is not None:
         raise HTTPException(503, unhealthy(failure))
+    form = Form.negotiate(accept, accept_encoding, request.stream)
+    check(request, state.engine.model_config, state.head_limit)
+    job = state.jobs.open(
+        request, lambda: sequences(state.engine, request), idempotency_key, x_parity_retry
+    )
     try:
-        result = await _while_connected(connection, rollout(state, request))
+        if request.stream:
+            answer = await answer_streamed(state.jobs, job, form, connection)
+        else:
+            answer = await answer_whole(state.jobs, job, request, form, connection)
     except ValueError as error:  # vLLM's word on parameters
         raise HTTPException(422, str(error)) from None
-    return Response(result.to_bytes(), media_type="application/vnd.safetensors")
-
-
-async def _while_connected(connection: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which ends when its caller hangs up: nobody would read it."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_hung_up(connection))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _nobody_listens()
-        return task.result()
-    finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _hung_up(connection: Request) -> None:
-    while (await connection.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _nobody_listens() -> HTTPException:
-    return HTTPException(400, "The caller hung up.")
+    answer.headers[SERVER_HEADER] = state.server_id
+    return answer
 
 
 @router.post("/pause", status_code=204, responses=documented(409))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from vllm_parity_plugin import compat
-from vllm_parity_plugin.core_versions import inactive
+from vllm_parity_plugin.core_records import inactive
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.weights.errors import ApplyError, ConflictError, ManifestError

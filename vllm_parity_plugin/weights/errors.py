@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.errors import NotRepeatable, ParityError
 
 
 class ManifestError(ParityError):
@@ -43,5 +43,6 @@ def by_name(name: str) -> type[ParityError] | None:
         RangeError,
         OutOfSpace,
         ApplyError,
+        NotRepeatable,
     )
     return {kind.__name__: kind for kind in kinds}.get(name)

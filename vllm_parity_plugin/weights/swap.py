@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm_parity_plugin import compat
-from vllm_parity_plugin.core_versions import mark_version
+from vllm_parity_plugin.core_records import mark_version
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
 from vllm_parity_plugin.weights.errors import ApplyError

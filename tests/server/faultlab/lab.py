@@ -41,8 +41,8 @@ from tests.server.faultlab.policies import (
 from tests.server.faultlab.scenarios import Host, Outcome, Scenario, last, scenarios
 from tests.server.faultlab.trainer import Trainers
 from tests.servers import STANDARD, TOKEN
+from vllm_parity_plugin.rollout_wire import Rollout
 from vllm_parity_plugin.serving import Server, serve
-from vllm_parity_plugin.wire import Rollout
 
 T = TypeVar("T")
 
