@@ -18,6 +18,7 @@ from trl_callbacks.importance_weights import WEIGHTS
 from trl_callbacks.loss_types import STEPS, support_table
 from trl_callbacks.metrics import METRICS
 from vllm_parity_plugin.cpu_seeds import CPU_SEED_PATCHES
+from vllm_parity_plugin.head_order import V1_PATCH, V2_PATCH
 from vllm_parity_plugin.install import PATCHES
 from vllm_parity_plugin.rules import RULES
 from vllm_parity_plugin.settings import ENV_PREFIX, ParitySettings
@@ -90,7 +91,7 @@ def patches() -> str:
         ("symbol", "without it", "versions", "upstream", "delete when"),
         (
             (f"`{p.module}.{p.attribute}`", p.why, p.versions, p.upstream, p.delete_when)
-            for p in (*PATCHES, CHECKPOINT_PATCH, *CPU_SEED_PATCHES)
+            for p in (*PATCHES, CHECKPOINT_PATCH, *CPU_SEED_PATCHES, V1_PATCH, V2_PATCH)
         ),
     )
 

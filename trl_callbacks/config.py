@@ -12,6 +12,7 @@ from trl_callbacks.loss_types import LOSSES, SUPPORTED, refusal
 from trl_callbacks.policy_ratio import PolicyRatio
 from trl_callbacks.weight_sync import KV, Transport
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import HeadDtype
 
 
 @dataclass
@@ -105,6 +106,26 @@ class ParityGRPOConfig(GRPOConfig):
             "to the engine's own generator."
         },
     )
+    rollout_head_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Of the head's logprobs on their way: float32, or float16 (a quarter fewer "
+            "bytes, relative error 5e-4). Those of the sampled tokens are float32 always."
+        },
+    )
+    rollout_compression: str = field(
+        default="none",
+        metadata={
+            "help": "none, or zstd: fewer bytes for time of both processors; for a slow network."
+        },
+    )
+    rollout_requests: str = field(
+        default="batch",
+        metadata={
+            "help": "batch: one request holds all prompts of a process. prompt: one request for "
+            "each, at once, so that a balancer can spread them over several servers."
+        },
+    )
     vllm_importance_sampling_correction: bool | None = field(
         default=None,
         metadata={
@@ -126,6 +147,9 @@ class ParityGRPOConfig(GRPOConfig):
             )
         _check_choice("weight_transport", self.weight_transport, get_args(Transport))
         _check_choice("weight_kv", self.weight_kv, get_args(KV))
+        _check_choice("rollout_head_dtype", self.rollout_head_dtype, get_args(HeadDtype))
+        _check_choice("rollout_compression", self.rollout_compression, ("none", "zstd"))
+        _check_choice("rollout_requests", self.rollout_requests, ("batch", "prompt"))
         if self.score_centering:
             _check_centering(self)
 

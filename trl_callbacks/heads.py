@@ -23,6 +23,8 @@ OLD_HEAD_LOGPROBS = "old_head_logprobs"
 """Keys of a batch: [B, T, K] int32 (padding -1), float32 (padding -inf) and float32."""
 SAME_LOGPROB = 1e-6
 """Largest difference between a sampled token's logprob and its entry in the head."""
+HALF_ROUNDING = 2.0**-11
+"""Relative error of a float16."""
 
 
 class SampledLogprob(float):
@@ -47,6 +49,15 @@ class Rollouts:
         self._rollouts.append(rollout)
         self._tokens += len(values)
         return [values[rollout.span(row)] for row in range(len(rollout))]
+
+    def check_support(self) -> None:
+        """Refuse heads that are not the sampler's whole support.
+
+        Raises:
+            ParityError: see ``Rollout.check_support``.
+        """
+        for rollout in self._rollouts:
+            rollout.check_support()
 
     def rows(
         self, completion_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
@@ -104,8 +115,12 @@ class Rows:
         sampled[own] = self._joined("token_ids")[index[own]]
         values = np.zeros(index.shape, dtype=np.float32)
         values[own] = self._joined("logprobs")[index[own]]
+        half = self._rollouts[0].head_logprobs.dtype == np.float16
         check_heads(
-            *padded, torch.from_numpy(sampled).to(device), torch.from_numpy(values).to(device)
+            *padded,
+            torch.from_numpy(sampled).to(device),
+            torch.from_numpy(values).to(device),
+            rounding=HALF_ROUNDING if half else 0.0,
         )
         self._padded[tokens] = padded
         return padded
@@ -164,7 +179,11 @@ def unusable_rows(rollout: Rollout) -> dict[int, str]:
 
 
 def check_heads(
-    ids: torch.Tensor, logprobs: torch.Tensor, sampled: torch.Tensor, values: torch.Tensor
+    ids: torch.Tensor,
+    logprobs: torch.Tensor,
+    sampled: torch.Tensor,
+    values: torch.Tensor,
+    rounding: float = 0.0,
 ) -> None:
     """Refuse heads that do not belong to their tokens.
 
@@ -173,13 +192,15 @@ def check_heads(
         logprobs: [B, T, K].
         sampled: [B, T] sampled token ids, -1 where there is none.
         values: [B, T] logprobs of the sampled tokens.
+        rounding: relative error of ``logprobs`` (float16 heads; ``values`` are float32 always).
 
     Raises:
         ParityError: naming the completion and the position.
     """
     # A sampled token outside its head has no entry to compare; a NaN one leaves the loss later.
     own = (ids == sampled.unsqueeze(-1)) & (ids >= 0)
-    moved = (own & ((logprobs - values.unsqueeze(-1)).abs() > SAME_LOGPROB)).any(-1)
+    values = values.unsqueeze(-1)
+    moved = (own & ((logprobs - values).abs() > SAME_LOGPROB + rounding * values.abs())).any(-1)
     ordered = ids.sort(-1).values
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
     wrong = moved | twice

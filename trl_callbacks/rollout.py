@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,10 +24,49 @@ from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tens
 from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
+from vllm_parity_plugin.rollout_wire import HeadDtype, Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.weights.messages import WeightUpdateResult
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How rollouts travel.
+
+    Attributes:
+        head_dtype: of the head's logprobs.
+        zstd: whether the answer is compressed.
+        per_prompt: one request for each prompt with its completions, all at once, instead of one
+            for the batch.
+    """
+
+    head_dtype: HeadDtype = "float32"
+    zstd: bool = False
+    per_prompt: bool = False
+
+    def fetch(self, client: ParityClient, request: RolloutRequest) -> Rollout:
+        """The completions of a request that holds a prompt once per completion."""
+        if not self.per_prompt:
+            return client.rollout(request, head_dtype=self.head_dtype, zstd=self.zstd)
+        seeds = request.seeds
+        requests = [
+            request.model_copy(
+                update={
+                    "prompts": request.prompts[rows],
+                    "seeds": None if seeds is None else seeds[rows],
+                }
+            )
+            for rows in runs_of_equal(request.prompts)
+        ]
+        parts = client.rollouts(requests, head_dtype=self.head_dtype, zstd=self.zstd)
+        return Rollout.join(parts, request.sampling)
+
+
+def runs_of_equal(items: Sequence[object]) -> list[slice]:
+    """Where equal neighbours stand: ``[a, a, b]`` gives the slices 0:2 and 2:3."""
+    starts = [i for i in range(len(items)) if i == 0 or items[i] != items[i - 1]]
+    return [slice(begin, end) for begin, end in zip(starts, [*starts[1:], len(items)], strict=True)]
 
 
 class ParityGeneration(VLLMGeneration):
@@ -42,6 +82,7 @@ class ParityGeneration(VLLMGeneration):
             generator.
         transport: how weights travel (see ``WeightSync``).
         kv: what becomes of the KV cache of requests in flight when weights change.
+        transfer: how rollouts travel.
         **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
 
     Attributes:
@@ -57,12 +98,14 @@ class ParityGeneration(VLLMGeneration):
         seed: int | None,
         transport: Transport = "auto",
         kv: KV = "keep",
+        transfer: Transfer = Transfer(),
         **kwargs: Any,
     ) -> None:
         self.client = client
         self.seed = seed
         self._transport: Transport = transport
         self._kv: KV = kv
+        self._transfer = transfer
         self._step, self._training = 0, True
         self._calls: Counter[bool] = Counter()
         self.rollouts = Rollouts()
@@ -135,7 +178,7 @@ class ParityGeneration(VLLMGeneration):
             sampling=self.sampling(),
         )
         with profiler or nullcontext():
-            rollout = self.client.rollout(request)
+            rollout = self._transfer.fetch(self.client, request)
         self.last_rollout = rollout
         # TRL reads the last token of each completion. One that was aborted before its first gets
         # padding that nobody sampled; it is dropped whole once its row is known.
@@ -231,6 +274,7 @@ def generation_for(
     seed: int | None,
     transport: Transport = "auto",
     kv: KV = "keep",
+    transfer: Transfer = Transfer(),
 ) -> ParityGeneration:
     """A backend with the sampling parameters of a trainer."""
     return ParityGeneration(
@@ -249,6 +293,7 @@ def generation_for(
         seed=seed,
         transport=transport,
         kv=kv,
+        transfer=transfer,
     )
 
 

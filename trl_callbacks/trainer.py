@@ -19,11 +19,12 @@ from trl_callbacks.heads import (
     OLD_HEAD_LOGPROBS,
     Rows,
 )
-from trl_callbacks.rollout import generation_for, log_update
+from trl_callbacks.rollout import Transfer, generation_for, log_update
 from trl_callbacks.score_centering import valid_tokens
 from trl_callbacks.weight_sync import KV, Transport
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import HeadDtype
 
 
 class ParityGRPOTrainer(GRPOTrainer):
@@ -97,6 +98,11 @@ class ParityGRPOTrainer(GRPOTrainer):
             config.rollout_seed,
             cast(Transport, config.weight_transport),
             cast(KV, config.weight_kv),
+            Transfer(
+                cast(HeadDtype, config.rollout_head_dtype),
+                config.rollout_compression == "zstd",
+                config.rollout_requests == "prompt",
+            ),
         )
 
     def _server_url(self) -> str:
@@ -118,7 +124,10 @@ class ParityGRPOTrainer(GRPOTrainer):
         self.vllm_generation.begin(self.state.global_step, self.model.training)
         result = super()._generate(prompts)
         completion_ids, logprobs = result[1], result[4]
-        self._rows = self.vllm_generation.rollouts.rows(completion_ids, logprobs)
+        rollouts = self.vllm_generation.rollouts
+        if self.args.score_centering_support and self.vllm_generation.logprobs:
+            rollouts.check_support()
+        self._rows = rollouts.rows(completion_ids, logprobs)
         return result
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

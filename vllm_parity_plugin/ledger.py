@@ -50,7 +50,9 @@ class Patch:
         """
         owner, name = self._owner()
         # The class's own dictionary, not getattr: an inherited or delegated attribute is not ours.
-        current = vars(owner).get(name)
+        found = vars(owner).get(name)
+        static = isinstance(found, staticmethod)
+        current = found.__func__ if static else found
         if getattr(current, MARK, None) == self.name:
             return False
         if (current is not None) if self.adds else (current is None):
@@ -65,7 +67,7 @@ class Patch:
         if not self.adds:
             functools.update_wrapper(replacement, current)
         setattr(replacement, MARK, self.name)
-        setattr(owner, name, replacement)
+        setattr(owner, name, staticmethod(replacement) if static else replacement)
         return True
 
     def _owner(self) -> tuple[Any, str]:

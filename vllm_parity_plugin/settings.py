@@ -61,6 +61,14 @@ class ParitySettings(BaseSettings):
             "may send one. The old weights are served all the while."
         ),
     )
+    rollout_grace: float = Field(
+        default=10.0,
+        gt=0.0,
+        description=(
+            "Seconds that a rollout goes on after its caller's connection broke, if the request "
+            "has an idempotency key to come back with (vllm-parity's own client sends one)."
+        ),
+    )
     head_size: int = Field(
         default=128,
         ge=1,

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_parity_plugin.attestation import PROBED, attest, computes_in_fp32, probe_head
 from vllm_parity_plugin.cpu_seeds import protect_seeded_requests
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.head_order import order_heads
 from vllm_parity_plugin.settings import load_settings
 from vllm_parity_plugin.weights.checkpoint import expected_tensors, record_checkpoint
 from vllm_parity_plugin.weights.holder import holder
@@ -28,6 +29,8 @@ def wrapper_load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.worker.load_model(*args, **kwargs)
     record_checkpoint()
     protect_seeded_requests()
+    if settings.mode != "observe":
+        order_heads()
     result = self.worker.load_model(*args, **kwargs)
     model = self.worker.get_model()
     head = model.__dict__[PROBED] = probe_head(model)

@@ -19,10 +19,18 @@ class Proxy:
         cuts: the i-th connection ends after so many bytes from the caller; later ones do not.
         lose: bytes of a request line; the connection that first carries them ends when they have
             been passed on, so that the request is served and its answer lost.
+        answers: the i-th connection ends after so many bytes of the answer.
     """
 
-    def __init__(self, port: int, cuts: Iterable[int] = (), lose: bytes = b"") -> None:
+    def __init__(
+        self,
+        port: int,
+        cuts: Iterable[int] = (),
+        lose: bytes = b"",
+        answers: Iterable[int] = (),
+    ) -> None:
         self._port, self._cuts, self._lose = port, list(cuts), lose
+        self._answers = list(answers)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.broken = 0
@@ -47,7 +55,10 @@ class Proxy:
                 server = socket.create_connection(("127.0.0.1", self._port))
                 room = self._cuts.pop(0) if self._cuts else None
                 threading.Thread(target=self._up, args=(caller, server, room), daemon=True).start()
-                threading.Thread(target=self._down, args=(caller, server), daemon=True).start()
+                back = self._answers.pop(0) if self._answers else None
+                threading.Thread(
+                    target=self._down, args=(caller, server, back), daemon=True
+                ).start()
 
     def _up(self, caller: socket.socket, server: socket.socket, room: int | None) -> None:
         with contextlib.suppress(OSError):
@@ -61,10 +72,14 @@ class Proxy:
                     break
         _end(caller, server)
 
-    def _down(self, caller: socket.socket, server: socket.socket) -> None:
+    def _down(self, caller: socket.socket, server: socket.socket, room: int | None) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(PIECE):
-                caller.sendall(data)
+                caller.sendall(data if room is None else data[:room])
+                if room is not None and len(data) >= room:
+                    self.broken += 1
+                    break
+                room = None if room is None else room - len(data)
         _end(caller, server)
 
 

@@ -79,8 +79,8 @@ class Faulty:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def rollout(self, request: RolloutRequest) -> Rollout:
-        rollout = self._client.rollout(request)
+    def rollout(self, request: RolloutRequest, **form: Any) -> Rollout:
+        rollout = self._client.rollout(request, **form)
         heads = rollout.head_logprobs.copy()
         heads[-1, -1] = float("nan")
         reasons = ["abort", *rollout.finish_reasons[1:]]

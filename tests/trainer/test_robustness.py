@@ -48,9 +48,9 @@ class Seeds(CountingClient):
         super().__init__(client)
         self.seeds: list[tuple[int, ...]] = []
 
-    def rollout(self, request: RolloutRequest) -> Rollout:
+    def rollout(self, request: RolloutRequest, **form: Any) -> Rollout:
         self.seeds.append(tuple(request.seeds or ()))
-        return super().rollout(request)
+        return super().rollout(request, **form)
 
 
 def watched(trainer: Any) -> Seeds:

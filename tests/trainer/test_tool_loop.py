@@ -89,9 +89,9 @@ class Turns:
         self.asked: list[RolloutRequest] = []
         self.answers: list[Rollout] = []
 
-    def rollout(self, request: RolloutRequest) -> Rollout:
+    def rollout(self, request: RolloutRequest, **form: Any) -> Rollout:
         self.asked.append(request)
-        self.answers.append(self._client.rollout(request))
+        self.answers.append(self._client.rollout(request, **form))
         return self.answers[-1]
 
 

@@ -113,9 +113,9 @@ class CountingClient:
         self._client, self._edit = client, edit
         self.head_sizes: list[int] = []
 
-    def rollout(self, request: RolloutRequest) -> Rollout:
+    def rollout(self, request: RolloutRequest, **form: Any) -> Rollout:
         self.head_sizes.append(request.head_size)
-        rollout = self._client.rollout(request)
+        rollout = self._client.rollout(request, **form)
         return self._edit(rollout) if self._edit else rollout
 
 

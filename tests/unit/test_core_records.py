@@ -170,7 +170,7 @@ def test_other_requests_are_left_alone() -> None:
 def test_what_a_dead_front_end_left_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that has ended and that nobody asks for goes; a running one stays."""
     clock = [0.0]
-    monkeypatch.setattr(core_records.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(core_records, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     core = Core()
     running, ended = core.begin(), core.begin()
     core.end(ended)

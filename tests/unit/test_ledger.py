@@ -32,6 +32,10 @@ def module() -> Iterator[types.ModuleType]:
             """The original."""
             return "original"
 
+        @staticmethod
+        def static(word: str) -> str:
+            return word
+
     created.Base = Base  # type: ignore[attr-defined]
     created.Child = type("Child", (Base,), {})  # type: ignore[attr-defined]
     sys.modules[MODULE] = created
@@ -49,6 +53,13 @@ def louder(original: Any) -> Any:
         return original(self) + "!"
 
     return replacement
+
+
+def test_a_static_method_stays_one(module: Any) -> None:
+    """Called through an instance it gets no self, and the second time nothing happens."""
+    row = patch("Base.static", lambda original: lambda word: original(word) + "!")
+    assert (row.apply(), row.apply()) == (True, False)
+    assert module.Base().static("a") == module.Base.static("a") == "a!"
 
 
 def test_a_patch_applies_once(module: Any) -> None:

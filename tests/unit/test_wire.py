@@ -3,10 +3,14 @@
 Properties:
 - a rollout survives the way through bytes, bit for bit, also when it is empty (L14);
 - truncated bytes, foreign bytes and arrays of different length are errors (L11);
+- a stream survives any cut, says what went wrong, and is an error without its end;
+- a head that is not the whole support is refused where the support form needs it (L4);
 - messages refuse names that they do not know, and values out of range.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,6 +25,9 @@ from vllm_parity_plugin.rollout_wire import (
     Rollout,
     RolloutRequest,
     Sampling,
+    error_frame,
+    frame,
+    read_frames,
 )
 from vllm_parity_plugin.weights.messages import MAX_VERSION, UploadRequest, WeightUpdate
 
@@ -161,3 +168,89 @@ def test_work_of_one_request_is_bounded() -> None:
     assert RolloutRequest(prompts=[[1]] * 3, n=21_845)
     with pytest.raises(ValidationError):
         RolloutRequest(prompts=[[1]], seeds=[2**63])
+
+
+def chunks(data: bytes, size: int) -> Iterator[bytes]:
+    """As a network cuts it."""
+    return (data[at : at + size] for at in range(0, len(data), size))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(1, 700))
+@settings(max_examples=40, deadline=None)
+def test_a_stream_survives_any_cut(lengths: list[int], size: int) -> None:
+    """Each sequence comes with its index, in the order sent, however the bytes are cut."""
+    sent = [rollout([length]) for length in lengths]
+    order = list(reversed(range(len(sent))))
+    data = b"".join(frame(sent[i].to_bytes(sequence=i)) for i in order) + frame(b"")
+    found = [Rollout.from_frame(body) for body in read_frames(chunks(data, size))]
+    assert [index for index, _ in found] == order
+    joined = Rollout.join([part for _, part in reversed(found)], sent[0].sampling)
+    assert np.diff(joined.sequence_offsets).tolist() == lengths
+    assert np.array_equal(joined.logprobs, np.concatenate([part.logprobs for part in sent]))
+    joined.check()
+
+
+@pytest.mark.parametrize("missing", [1, 8, 20])
+def test_a_stream_that_breaks_off(missing: int) -> None:
+    """Without its end it is an error, also between two sequences."""
+    data = frame(rollout([2]).to_bytes()) + frame(b"")
+    with pytest.raises(ParityError, match="broke off"):
+        list(read_frames(chunks(data[:-missing], 64)))
+
+
+def test_a_stream_can_say_what_went_wrong() -> None:
+    """The server's paragraph comes out as it went in."""
+    told = ParityError("A is 1.", "B needs 2.", "set --a 2.")
+    bodies = read_frames(iter([error_frame(told) + frame(b"")]))
+    with pytest.raises(ParityError) as raised:
+        Rollout.from_frame(next(bodies))
+    assert str(raised.value) == str(told)
+
+
+def test_float16_heads_keep_their_dtype() -> None:
+    """Half the bytes of the head's logprobs; -inf stays; sampled logprobs are float32."""
+    sent = rollout([2, 3])
+    found = Rollout.from_bytes(sent.to_bytes("float16"))
+    assert found.head_logprobs.dtype == np.float16
+    assert np.isneginf(found.head_logprobs).all()
+    assert np.array_equal(found.logprobs, sent.logprobs)
+
+
+def test_bodies_of_another_kind() -> None:
+    """Another format, another dtype, offsets that fall, heads of two widths."""
+    sent = rollout([2, 3])
+    arrays = {name: getattr(sent, name) for name in Rollout.DTYPES}
+    older = save(arrays, metadata={"format": "vllm-parity-rollout-1"})
+    with pytest.raises(ParityError, match="rollout-1, not vllm-parity-rollout-2"):
+        Rollout.from_bytes(older)
+    for name, value in (
+        ("logprobs", sent.logprobs.astype(np.float64)),
+        ("sequence_offsets", np.array([0, 6, 5], dtype=np.int64)),
+        ("head_ids", sent.head_ids[:, :2]),
+    ):
+        with pytest.raises(ParityError):
+            Rollout.from_bytes(Rollout(**{**sent.__dict__, name: value}).to_bytes())
+
+
+@pytest.mark.parametrize(("kept", "whole"), [(3, True), (4, False)])
+def test_l4_a_head_that_is_the_whole_support(kept: int, whole: bool) -> None:
+    """L4: a filter kept 3 tokens of a head of 3: fine. It kept 4: refused, naming the place."""
+    sent = rollout([2, 3])
+    heads = np.full((5, 3), np.log(1 / 3), dtype=np.float32)
+    heads[4] = np.log(1 / kept)
+    found = Rollout(**{**sent.__dict__, "head_logprobs": heads})
+    if whole:
+        found.check_support()
+        broken = found.logprobs.copy()
+        heads[2], broken[2] = np.nan, np.nan  # such a row is dropped for what it is
+        Rollout(**{**found.__dict__, "logprobs": broken}).check_support()
+        return
+    with pytest.raises(ParityError, match=r"completion 1 at position 2 holds 0\.7500") as raised:
+        found.check_support()
+    assert "top_k no larger than the head" in raised.value.fix
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert Sampling(stop="END").stop == ["END"]
+    assert Sampling(stop=["a", "b"]).truncated is False
+    assert Sampling(top_k=5).truncated and Sampling(min_p=0.1).truncated

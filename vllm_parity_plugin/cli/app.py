@@ -71,11 +71,12 @@ def report(
 def ledger() -> None:
     """List every change that the plugin makes to vLLM, and why."""
     from vllm_parity_plugin.cpu_seeds import CPU_SEED_PATCHES
+    from vllm_parity_plugin.head_order import V1_PATCH, V2_PATCH
     from vllm_parity_plugin.install import PATCHES
     from vllm_parity_plugin.weights.checkpoint import CHECKPOINT_PATCH
 
     table = Table("symbol", "without it", "versions", "upstream", "delete when", box=box.SIMPLE)
-    for patch in (*PATCHES, CHECKPOINT_PATCH, *CPU_SEED_PATCHES):
+    for patch in (*PATCHES, CHECKPOINT_PATCH, *CPU_SEED_PATCHES, V1_PATCH, V2_PATCH):
         table.add_row(
             f"{patch.module}.{patch.attribute}",
             patch.why,

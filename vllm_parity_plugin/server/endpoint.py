@@ -85,7 +85,8 @@ class ServerState:
             settings.upload_timeout,
             WeightMetrics(worker["version"]).observe,
         )
-        self.jobs = Jobs(self.server_id, alone=(getattr(args, "api_server_count", 1) or 1) == 1)
+        alone = (getattr(args, "api_server_count", 1) or 1) == 1
+        self.jobs = Jobs(self.server_id, alone, settings.rollout_grace)
         self._reaper: asyncio.Task[None] | None = None
         self.banner = ""
 
@@ -104,8 +105,10 @@ class ServerState:
 
     async def _reap(self) -> None:
         """Drop what dead trainers left, as long as the server lives."""
+        shortest = min(self.settings.upload_timeout, self.settings.rollout_grace)
+        pause = min(REAP_SECONDS, shortest / 4)
         while True:
-            await asyncio.sleep(min(REAP_SECONDS, self.settings.upload_timeout / 4))
+            await asyncio.sleep(pause)
             try:
                 self.updates.reap()
             except OSError:

@@ -18,8 +18,6 @@ from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 
 Sequences = AsyncIterator[tuple[int, Rollout]]
 
-GRACE_SECONDS = 10.0
-"""How long a rollout with a key goes on after its caller hung up."""
 KEEP_SECONDS = 120.0
 """How long one that has ended can be fetched again."""
 KEEP_BYTES = 2**30
@@ -119,10 +117,11 @@ class Jobs:
     Args:
         server_id: what a retry must name: after a restart the policy is another one.
         alone: no other API-server process takes requests on the same port.
+        grace: seconds that a rollout with a key goes on after its caller hung up.
     """
 
-    def __init__(self, server_id: str, alone: bool) -> None:
-        self._server_id, self._alone = server_id, alone
+    def __init__(self, server_id: str, alone: bool, grace: float) -> None:
+        self._server_id, self._alone, self._grace = server_id, alone, grace
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._begun: OrderedDict[str, None] = OrderedDict()
 
@@ -161,7 +160,7 @@ class Jobs:
         if key in self._begun:
             raise _not_repeatable(
                 "The answer to this request is no longer kept (its caller was gone for more than "
-                f"{GRACE_SECONDS:.0f} s, or it was over {KEEP_SECONDS:.0f} s ago)",
+                f"{self._grace:g} s, or it was over {KEEP_SECONDS:.0f} s ago)",
                 again,
             )
         if retry is None:
@@ -196,7 +195,7 @@ class Jobs:
             kept += job.bytes if job.ended else 0
             if job.listeners:
                 continue
-            limit = KEEP_SECONDS if job.ended else GRACE_SECONDS
+            limit = KEEP_SECONDS if job.ended else self._grace
             if now - job.left_at > limit or (job.ended and kept > KEEP_BYTES):
                 del self._jobs[key]
                 await job.cancel()
