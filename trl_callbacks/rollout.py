@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -66,7 +67,7 @@ class Transfer:
 def runs_of_equal(items: Sequence[object]) -> list[slice]:
     """Where equal neighbours stand: ``[a, a, b]`` gives the slices 0:2 and 2:3."""
     starts = [i for i in range(len(items)) if i == 0 or items[i] != items[i - 1]]
-    return [slice(begin, end) for begin, end in zip(starts, [*starts[1:], len(items)], strict=True)]
+    return [slice(begin, end) for begin, end in pairwise([*starts, len(items)])]
 
 
 class ParityGeneration(VLLMGeneration):

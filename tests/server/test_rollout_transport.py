@@ -46,6 +46,7 @@ from vllm_parity_plugin.rollout_wire import (
 from vllm_parity_plugin.serving import Server
 from vllm_parity_plugin.wire import PREFIX
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104]]
 K = 64
 
@@ -374,3 +375,18 @@ def test_requests_at_once_come_back_in_their_order(parity: ParityClient) -> None
 def test_sequences_are_unlike_each_other(parity: ParityClient) -> None:
     """The prompts and seeds give different completions: equality above means something."""
     assert len({tuple(ids) for ids in sequences(parity.rollout(request()))}) == 3
+
+
+def test_the_client_of_the_documentation(client: Client) -> None:
+    """The 20 lines of docs/wire.md, as they stand there, need httpx and safetensors only."""
+    page = (ROOT / "docs" / "wire.md").read_text()
+    code = page.split("<!-- client: begin -->")[1].split("```python\n")[1].split("```")[0]
+    assert 15 <= len([line for line in code.splitlines() if line.strip()]) <= 20
+    found: dict[str, Any] = {}
+    exec(code, found)
+    arrays, reasons = found["rollout"](client.server.url, PROMPTS, 4, max_tokens=6, ignore_eos=True)
+    assert set(arrays) == set(Rollout.DTYPES)
+    assert arrays["head_logprobs"].shape == (18, 4)
+    assert reasons == ["length"] * 3
+    with pytest.raises(RuntimeError, match="Prompt 0 has 0 token ids"):
+        found["rollout"](client.server.url, [[]], 4)

@@ -7,6 +7,7 @@ must not be trained on leaves loss and denominator. The loss itself: test_loss.p
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,56 @@ def test_heads_stay_with_their_tokens(
         assert (rows & (ids[:, 0] != sampled[:, 0])).any()  # top-1 is not always the sampled one
 
 
-TOKEN_ARRAYS = Rollout.TOKENS
+SMALL = {"rollout_head_dtype": "float16", "rollout_compression": "zstd"}
+
+
+def test_heads_can_travel_smaller_and_by_prompt(
+    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16, compressed, one request for each of the 4 problems: the same batch, up to rounding,
+    and heads that still pass the check against the sampled logprobs."""
+    asked: list[int] = []
+    send = ParityClient.rollouts
+    monkeypatch.setattr(
+        ParityClient,
+        "rollouts",
+        lambda self, requests, **form: (
+            asked.extend(len(request.prompts) for request in requests),
+            send(self, requests, **form),
+        )[1],
+    )
+    other = copy.deepcopy(policy)
+    plain = one_batch(parity_trainer(other, tokenizer, restored.url, tmp_path))
+    assert not asked
+    small = parity_trainer(
+        policy, tokenizer, restored.url, tmp_path, rollout_requests="prompt", **SMALL
+    )
+    batch = one_batch(small)
+    assert asked == [GENERATIONS] * 4
+    assert torch.equal(batch["completion_ids"], plain["completion_ids"])
+    mask = batch["completion_mask"].bool()
+    head = batch[HEAD_LOGPROBS][mask]
+    # Two samplings of the same seeds differ by the rounding of the batch; float16 by 2**-11.
+    assert torch.allclose(head, plain[HEAD_LOGPROBS][mask], rtol=2e-3, atol=2e-3)
+    assert torch.equal(head, head.half().float())
+    small.train()
+
+
+@pytest.mark.parametrize(("top_k", "fits"), [(16, True), (64, False)])
+def test_l4_the_whole_support_or_a_refusal(
+    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, top_k: int, fits: bool
+) -> None:
+    """L4: truncated sampling whose support is in the head trains; one that is not says where."""
+    options = {"score_centering_support": True, "score_centering_top_k": 16, "max_steps": 1}
+    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, top_k=16, **options)
+    trainer.vllm_generation.top_k = top_k  # behind the back of the check before step 1
+    if fits:
+        batch = one_batch(trainer)
+        mass = batch[HEAD_LOGPROBS].exp().sum(-1)[batch["completion_mask"].bool()]
+        assert (mass - 1).abs().max() < 1e-3
+    else:
+        with pytest.raises(ParityError, match="of the sampler's mass"):
+            one_batch(trainer)
 
 
 class CountingClient:
@@ -157,7 +207,7 @@ def test_unusable_completions_leave_the_loss(
         if fault == "empty":
             first = rollout.span(0).stop
             offsets = np.maximum(rollout.sequence_offsets - first, 0)
-            later = {name: getattr(rollout, name)[first:] for name in TOKEN_ARRAYS}
+            later = {name: getattr(rollout, name)[first:] for name in Rollout.TOKENS}
             return dataclasses.replace(rollout, sequence_offsets=offsets, **later, **aborted)
         logprobs = rollout.logprobs.copy()
         logprobs[2] = np.nan

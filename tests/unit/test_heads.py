@@ -18,6 +18,7 @@ import torch
 
 from trl_callbacks.head_scorer import HeadScorer
 from trl_callbacks.heads import Rollouts, SampledLogprob, check_heads
+from trl_callbacks.rollout import runs_of_equal
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.rollout_wire import Rollout, Sampling
 
@@ -140,3 +141,23 @@ def test_the_scorer_hands_each_batch_its_own_heads() -> None:
     assert (seen[0][:, :2] == -1).all()
     assert torch.equal(scorer.scored("head_log_probs"), head_ids)
     assert scorer.scored("log_probs").shape == (3, 2)
+
+
+def test_float16_heads_pass_within_their_rounding() -> None:
+    """S7: a float16 head may differ from its token's float32 logprob by 2**-11 of it."""
+    found = rollout([9, 30], size=3)
+    exact = np.where(found.head_logprobs == 0, 0, found.head_logprobs - 1e-3).astype(np.float32)
+    sent = dataclasses.replace(found, head_logprobs=exact.astype(np.float16), logprobs=exact[:, 0])
+    rollouts = Rollouts()
+    rows = rollouts.rows([[9, 30]], rollouts.add(sent))
+    ids, logprobs = rows.heads(4, CPU)
+    assert logprobs.dtype == torch.float32 and ids.shape == (1, 4, 3)
+    moved = dataclasses.replace(sent, logprobs=sent.logprobs * np.float32(1.002))
+    rollouts = Rollouts()
+    with pytest.raises(ParityError, match="another logprob"):
+        rollouts.rows([[9, 30]], rollouts.add(moved)).heads(4, CPU)
+
+
+def test_runs_of_equal_neighbours() -> None:
+    assert runs_of_equal([]) == []
+    assert runs_of_equal([[1], [1], [2], [1]]) == [slice(0, 2), slice(2, 3), slice(3, 4)]
