@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import get_args
 
 from trl import GRPOConfig
@@ -25,7 +25,11 @@ class ParityGRPOConfig(GRPOConfig):
 
     use_vllm: bool = field(default=True, metadata={"help": "Sample from a vLLM server."})
     vllm_mode: str = field(
-        default="server", metadata={"help": "Parity rollouts come from a server: `vllm serve`."}
+        default="server",
+        metadata={
+            "help": "server: rollouts come from `vllm serve`. colocate: from an engine in each "
+            "trainer process, which the plugin changes as it would a server."
+        },
     )
     score_centering: bool = field(
         default=True,
@@ -138,18 +142,20 @@ class ParityGRPOConfig(GRPOConfig):
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = not self.score_centering
         super().__post_init__()
-        if self.vllm_mode != "server" or not self.use_vllm:
+        if not self.use_vllm:
             raise ParityError(
-                f"ParityGRPOConfig has use_vllm={self.use_vllm}, vllm_mode={self.vllm_mode!r}.",
-                "ParityGRPOTrainer takes sampler heads from a server.",
-                "leave both at their defaults and start `vllm serve`; for colocate mode use "
-                "GRPOTrainer with ParityCallback.",
+                "ParityGRPOConfig has use_vllm=False.",
+                "Without vLLM the sampler is the trainer, and there is no mismatch to correct.",
+                "leave use_vllm at its default, or use GRPOTrainer.",
             )
+        _check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
         _check_choice("weight_transport", self.weight_transport, get_args(Transport))
         _check_choice("weight_kv", self.weight_kv, get_args(KV))
         _check_choice("rollout_head_dtype", self.rollout_head_dtype, get_args(HeadDtype))
         _check_choice("rollout_compression", self.rollout_compression, ("none", "zstd"))
         _check_choice("rollout_requests", self.rollout_requests, ("batch", "prompt"))
+        if self.vllm_mode == "colocate":
+            _refuse_without_a_server(self)
         if self.score_centering:
             _check_centering(self)
 
@@ -175,6 +181,19 @@ class ParityGRPOConfig(GRPOConfig):
         """Whether one rollout serves several optimizer steps, by TRL's own rule."""
         per_rollout = (self.steps_per_generation or 1) * self.num_iterations
         return self.gradient_accumulation_steps % per_rollout != 0
+
+
+def _refuse_without_a_server(config: ParityGRPOConfig) -> None:
+    names = ("weight_transport", "weight_kv", *(n for n in _FIELDS if n.startswith("rollout_")))
+    for name in names:
+        value, default = getattr(config, name), _FIELDS[name].default
+        if name != "rollout_seed" and value != default:
+            raise ParityError(
+                f"ParityGRPOConfig has {name}={value!r} with vllm_mode='colocate'.",
+                "Nothing travels there, and no request is in flight during an update, so it would "
+                "be ignored.",
+                f"leave {name} at {default!r}, or use vllm_mode='server'.",
+            )
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -247,3 +266,6 @@ def _check_centering(config: ParityGRPOConfig) -> None:
                 f"{why}.",
                 f"{fix}, or score_centering=False for TRL's own loss.",
             )
+
+
+_FIELDS = {one.name: one for one in fields(ParityGRPOConfig)}

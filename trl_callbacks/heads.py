@@ -34,6 +34,11 @@ class SampledLogprob(float):
     index: int
 
 
+NOBODYS = SampledLogprob(0.0)
+"""In place of the logprob of a completion that was aborted before its first token."""
+NOBODYS.index = -1
+
+
 class Rollouts:
     """The rollouts of one generation: one, or one for each turn of a tool loop."""
 
@@ -60,16 +65,40 @@ class Rollouts:
             rollout.check_support()
 
     def rows(
-        self, completion_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+        self,
+        completion_ids: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        trained: Sequence[Sequence[int]] | None = None,
+        ordered: bool = True,
     ) -> Rows:
         """Where each token of the finished completions came from.
 
+        Args:
+            completion_ids, logprobs: of every completion, token by token.
+            trained: 1 for a token that the loss takes, 0 for a tool's; None takes all of them.
+            ordered: completion i is sequence i of the first rollout. Somebody's own
+                ``rollout_func`` may have chosen among sequences.
+
         Raises:
-            ParityError: lengths differ, or a token is not the one that was sampled (case L11).
+            ParityError: lengths differ, a token is not the one that was sampled (case L11), or a
+                token that the loss takes has lost its head.
         """
-        sampled = np.concatenate([rollout.token_ids for rollout in self._rollouts])
+        none = np.empty(0, dtype=np.int32)
+        sampled = np.concatenate([none, *(rollout.token_ids for rollout in self._rollouts)])
         indices = []
         for row, (ids, values) in enumerate(zip(completion_ids, logprobs, strict=True)):
+            mask = [1] * len(values) if trained is None else trained[row]
+            for token, (value, taken) in enumerate(zip(values, mask, strict=False)):
+                if taken and not isinstance(value, SampledLogprob):
+                    raise ParityError(
+                        f"The logprob of completion {row} at position {token} is a plain number "
+                        f"({value!r}).",
+                        "It does not say which sampled token it belongs to, so the sampler's head "
+                        "of that token cannot be found.",
+                        "return the logprobs of trainer.sample(prompt_ids) as they are from "
+                        "rollout_func (lists may be cut and joined), and mark tokens that were "
+                        "not sampled with 0 in env_mask.",
+                    )
             index = np.array([getattr(value, "index", -1) for value in values], dtype=np.int64)
             own = index >= 0
             if len(ids) != len(values) or (sampled[index[own]] != np.asarray(ids)[own]).any():
@@ -80,14 +109,16 @@ class Rollouts:
                     "do not change completions between sampling and the loss.",
                 )
             indices.append(index)
-        return Rows(self._rollouts, indices)
+        return Rows(self._rollouts, indices, ordered)
 
 
 class Rows:
     """The completions of a generation, as indices of sampled tokens (-1 for a tool's tokens)."""
 
-    def __init__(self, rollouts: Sequence[Rollout], indices: Sequence[np.ndarray]) -> None:
-        self._rollouts, self._indices = rollouts, indices
+    def __init__(
+        self, rollouts: Sequence[Rollout], indices: Sequence[np.ndarray], ordered: bool
+    ) -> None:
+        self._rollouts, self._indices, self._ordered = rollouts, indices, ordered
         self._padded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def heads(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,21 +160,21 @@ class Rows:
         """Completions that must not be trained on: row -> reason.
 
         Raises:
-            ParityError: a later turn was aborted before its first token, so that no completion
-                can be told to be the one.
+            ParityError: a sequence was aborted before its first token, in a later turn or in a
+                rollout_func, so that no completion can be told to be the one.
         """
         first, reasons = 0, {}
         for turn, rollout in enumerate(self._rollouts):
             for sequence, reason in unusable_rows(rollout).items():
                 span = rollout.span(sequence)
-                if turn == 0:
-                    reasons[sequence] = reason
-                elif span.stop > span.start:
+                if span.stop > span.start:
                     rows = self._rows_with(first + span.start, first + span.stop)
                     reasons.update(dict.fromkeys(rows, reason))
+                elif turn == 0 and self._ordered:
+                    reasons[sequence] = reason
                 else:
                     raise ParityError(
-                        f"A completion could not be continued after its tool call: {reason}.",
+                        f"A completion could not be continued, or begun: {reason}.",
                         "It has no token that would tell which completion it is, and a fragment "
                         "must not be graded as an answer.",
                         "look at the server's log.",

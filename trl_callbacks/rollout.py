@@ -8,10 +8,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,109 +18,37 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_callbacks.compat import log_metrics
-from trl_callbacks.heads import Rollouts, unusable_rows
+from trl_callbacks.heads import NOBODYS, Rollouts, unusable_rows
 from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tensors
+from trl_callbacks.transfer import PLAIN, Transfer
 from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
-from vllm_parity_plugin.rollout_wire import HeadDtype, Rollout, RolloutRequest, Sampling
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.weights.messages import WeightUpdateResult
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """How rollouts travel.
+class ParityBackend(VLLMGeneration):
+    """TRL's generation backend, with heads: what server and colocate mode share.
 
     Attributes:
-        head_dtype: of the head's logprobs.
-        zstd: whether the answer is compressed.
-        per_prompt: one request for each prompt with its completions, all at once, instead of one
-            for the batch.
-    """
-
-    head_dtype: HeadDtype = "float32"
-    zstd: bool = False
-    per_prompt: bool = False
-
-    def fetch(self, client: ParityClient, request: RolloutRequest) -> Rollout:
-        """The completions of a request that holds a prompt once per completion."""
-        if not self.per_prompt:
-            return client.rollout(request, head_dtype=self.head_dtype, zstd=self.zstd)
-        seeds = request.seeds
-        requests = [
-            request.model_copy(
-                update={
-                    "prompts": request.prompts[rows],
-                    "seeds": None if seeds is None else seeds[rows],
-                }
-            )
-            for rows in runs_of_equal(request.prompts)
-        ]
-        parts = client.rollouts(requests, head_dtype=self.head_dtype, zstd=self.zstd)
-        return Rollout.join(parts, request.sampling)
-
-
-def runs_of_equal(items: Sequence[object]) -> list[slice]:
-    """Where equal neighbours stand: ``[a, a, b]`` gives the slices 0:2 and 2:3."""
-    starts = [i for i in range(len(items)) if i == 0 or items[i] != items[i - 1]]
-    return [slice(begin, end) for begin, end in pairwise([*starts, len(items)])]
-
-
-class ParityGeneration(VLLMGeneration):
-    """TRL's generation backend, against a parity server.
-
-    Every process samples its own prompts, so heads never travel between ranks; the main process
-    alone pushes weights.
-
-    Args:
-        client: the server.
         seed: makes rollouts repeatable; each sequence gets a seed derived from it, the rank and
             the place of the call (see ``begin``). None leaves sampling to the engine's own
             generator.
-        transport: how weights travel (see ``WeightSync``).
-        kv: what becomes of the KV cache of requests in flight when weights change.
-        transfer: how rollouts travel.
-        **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
-
-    Attributes:
         rollouts: this process's rollouts since the trainer began a generation.
         last_rollout: this process's latest rollout, prompt-major as TRL's rows are.
         last_update: the latest weight update; None before the first.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        client: ParityClient,
-        seed: int | None,
-        transport: Transport = "auto",
-        kv: KV = "keep",
-        transfer: Transfer = Transfer(),
-        **kwargs: Any,
-    ) -> None:
-        self.client = client
+    def _prepare(self, seed: int | None) -> None:
         self.seed = seed
-        self._transport: Transport = transport
-        self._kv: KV = kv
-        self._transfer = transfer
         self._step, self._training = 0, True
         self._calls: Counter[bool] = Counter()
         self.rollouts = Rollouts()
         self.last_rollout: Rollout | None = None
         self.last_update: WeightUpdateResult | None = None
-        self._sync: WeightSync | None = None
-        super().__init__(*args, mode="server", **kwargs)
-
-    def _init_vllm(self) -> None:
-        """Find the weights directory instead of joining an NCCL group."""
-
-        def connect() -> None:
-            self._sync = WeightSync(self.client, self._transport)
-            check_ties(self.model, self._sync.expected)
-
-        on_main_process(self.accelerator, connect)
 
     def begin(self, step: int, training: bool) -> None:
         """Start a generation: forget earlier rollouts, and say where in the run its seeds stand.
@@ -134,23 +60,6 @@ class ParityGeneration(VLLMGeneration):
         if step != self._step:
             self._calls.clear()
         self._step, self._training = step, training
-
-    def sync_weights(self) -> None:
-        """Push the trainer's weights as the next policy version, on all ranks or none."""
-        named = named_params(self)
-
-        def push() -> WeightUpdateResult:
-            assert self._sync is not None
-            try:
-                return self._sync.push(policy_tensors(named), kv=self._kv)
-            finally:
-                for _ in named:  # other ranks are in the same gathers
-                    pass
-
-        if not self.accelerator.is_main_process:
-            for _ in named:
-                pass
-        self.last_update = on_main_process(self.accelerator, push)
 
     def generate(
         self,
@@ -179,7 +88,7 @@ class ParityGeneration(VLLMGeneration):
             sampling=self.sampling(),
         )
         with profiler or nullcontext():
-            rollout = self._transfer.fetch(self.client, request)
+            rollout = self._sample(request)
         self.last_rollout = rollout
         # TRL reads the last token of each completion. One that was aborted before its first gets
         # padding that nobody sampled; it is dropped whole once its row is known.
@@ -188,9 +97,12 @@ class ParityGeneration(VLLMGeneration):
             rollout.token_ids[rollout.span(row)].tolist() or padding for row in range(len(rollout))
         ]
         logprobs: list[list[list[float]]] = [
-            [[value] for value in row] or [[0.0]] for row in self.rollouts.add(rollout)
+            [[value] for value in row] or [[NOBODYS]] for row in self.rollouts.add(rollout)
         ]
         return prompts, ids, logprobs, None
+
+    def _sample(self, request: RolloutRequest) -> Rollout:
+        raise NotImplementedError
 
     def sampling(self) -> Sampling:
         """The sampling parameters of a request.
@@ -224,6 +136,69 @@ class ParityGeneration(VLLMGeneration):
         entropy = [self.seed, self.accelerator.process_index, *place]
         state = np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)
         return [int(value) for value in state]
+
+
+class ParityGeneration(ParityBackend):
+    """The backend against a parity server.
+
+    Every process samples its own prompts, so heads never travel between ranks; the main process
+    alone pushes weights.
+
+    Args:
+        client: the server.
+        seed: see :class:`ParityBackend`.
+        transport: how weights travel (see ``WeightSync``).
+        kv: what becomes of the KV cache of requests in flight when weights change.
+        transfer: how rollouts travel.
+        **kwargs: TRL's ``VLLMGeneration`` arguments. ``logprobs`` is the head size K.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        client: ParityClient,
+        seed: int | None,
+        transport: Transport = "auto",
+        kv: KV = "keep",
+        transfer: Transfer = PLAIN,
+        **kwargs: Any,
+    ) -> None:
+        self.client = client
+        self._prepare(seed)
+        self._transport: Transport = transport
+        self._kv: KV = kv
+        self._transfer = transfer
+        self._sync: WeightSync | None = None
+        super().__init__(*args, mode="server", **kwargs)
+
+    def _init_vllm(self) -> None:
+        """Find the weights directory instead of joining an NCCL group."""
+
+        def connect() -> None:
+            self._sync = WeightSync(self.client, self._transport)
+            check_ties(self.model, self._sync.expected)
+
+        on_main_process(self.accelerator, connect)
+
+    def sync_weights(self) -> None:
+        """Push the trainer's weights as the next policy version, on all ranks or none."""
+        named = named_params(self)
+
+        def push() -> WeightUpdateResult:
+            assert self._sync is not None
+            try:
+                return self._sync.push(policy_tensors(named), kv=self._kv)
+            finally:
+                for _ in named:  # other ranks are in the same gathers
+                    pass
+
+        if not self.accelerator.is_main_process:
+            for _ in named:
+                pass
+        self.last_update = on_main_process(self.accelerator, push)
+
+    def _sample(self, request: RolloutRequest) -> Rollout:
+        return self._transfer.fetch(self.client, request)
 
 
 def named_params(generation: VLLMGeneration) -> Iterator[tuple[str, torch.Tensor]]:
@@ -275,7 +250,7 @@ def generation_for(
     seed: int | None,
     transport: Transport = "auto",
     kv: KV = "keep",
-    transfer: Transfer = Transfer(),
+    transfer: Transfer = PLAIN,
 ) -> ParityGeneration:
     """A backend with the sampling parameters of a trainer."""
     return ParityGeneration(

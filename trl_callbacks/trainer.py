@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from trl_callbacks.audit import check_audit, log_top_k_gap
 from trl_callbacks.callback import Mode, ParityCallback, server_url
 from trl_callbacks.centred_loss import centred_loss, loss_mask
+from trl_callbacks.colocated_generation import adopt
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.config import ParityGRPOConfig
 from trl_callbacks.head_scorer import HeadScorer
@@ -19,8 +20,9 @@ from trl_callbacks.heads import (
     OLD_HEAD_LOGPROBS,
     Rows,
 )
-from trl_callbacks.rollout import Transfer, generation_for, log_update
+from trl_callbacks.rollout import generation_for, log_update
 from trl_callbacks.score_centering import valid_tokens
+from trl_callbacks.transfer import Transfer
 from trl_callbacks.weight_sync import KV, Transport
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
@@ -39,6 +41,7 @@ class ParityGRPOTrainer(GRPOTrainer):
     """
 
     _name = "ParityGRPO"
+    vllm_generation: Any
 
     def __init__(
         self, model: Any, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any
@@ -49,12 +52,6 @@ class ParityGRPOTrainer(GRPOTrainer):
                 f"ParityGRPOTrainer got args of type {type(config).__name__}.",
                 "Score centering has settings that a GRPOConfig does not carry.",
                 "pass args=ParityGRPOConfig(...); it takes every GRPOConfig argument.",
-            )
-        if kwargs.get("rollout_func") is not None:
-            raise ParityError(
-                "ParityGRPOTrainer got a rollout_func.",
-                "It samples through the parity server itself, to record the sampler's heads.",
-                "leave rollout_func out, or use GRPOTrainer with ParityCallback.",
             )
         callbacks = list(callbacks or [])
         given = [callback for callback in callbacks if isinstance(callback, ParityCallback)]
@@ -68,14 +65,17 @@ class ParityGRPOTrainer(GRPOTrainer):
         )
         if not given:
             callbacks.append(self.parity)
-        # TRL's backend would join an NCCL group with the server; ours replaces it below. Off while
+        # TRL's backend would join an NCCL group with a server; ours replaces it below. Off while
         # the parent is built, so that no such group is made, then on for everything after.
-        config.use_vllm = False
+        config.use_vllm = config.vllm_mode == "colocate"
         try:
             super().__init__(model, *args, callbacks=callbacks, **kwargs)
         finally:
             config.use_vllm = True
         self.use_vllm = True
+        if config.vllm_mode == "colocate":
+            own: Any = self.vllm_generation
+            self.vllm_generation = adopt(own, config.rollout_seed)
         self._last_loaded_step = -1
         self.parity_weight = config.weight() if config.score_centering else None
         self.parity_ratio = config.ratio() if config.score_centering else None
@@ -92,18 +92,36 @@ class ParityGRPOTrainer(GRPOTrainer):
             check_audit(
                 config.score_centering_audit, config.score_centering_top_k, self.parity.status
             )
-        self.vllm_generation = generation_for(
-            self,
-            ParityClient(self._server_url(), token=self.parity.token),
-            config.rollout_seed,
-            cast(Transport, config.weight_transport),
-            cast(KV, config.weight_kv),
-            Transfer(
-                cast(HeadDtype, config.rollout_head_dtype),
-                config.rollout_compression == "zstd",
-                config.rollout_requests == "prompt",
-            ),
-        )
+        if config.vllm_mode == "server":
+            self.vllm_generation = generation_for(
+                self,
+                ParityClient(self._server_url(), token=self.parity.token),
+                config.rollout_seed,
+                cast(Transport, config.weight_transport),
+                cast(KV, config.weight_kv),
+                Transfer(
+                    cast(HeadDtype, config.rollout_head_dtype),
+                    config.rollout_compression == "zstd",
+                    config.rollout_requests == "prompt",
+                ),
+            )
+
+    def sample(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """One completion per prompt from the current policy, for a ``rollout_func``.
+
+        Call it as often as the rollout has turns. Give the logprobs back as they are: each knows
+        which sampled token it is, and so which head it has. Lists may be cut and joined, and
+        completions left out; tokens that come from elsewhere get any number as their logprob, and
+        0 in ``env_mask``.
+
+        Returns:
+            completion ids and logprobs, token by token.
+
+        Raises:
+            ParityError: the server refuses, or is gone.
+        """
+        _, completion_ids, logprobs, _ = self.vllm_generation.generate(prompt_ids, None, 1)
+        return completion_ids, [[token[0] for token in row] for row in logprobs]
 
     def _server_url(self) -> str:
         url = self.parity.server_url or server_url(self)
@@ -127,7 +145,15 @@ class ParityGRPOTrainer(GRPOTrainer):
         rollouts = self.vllm_generation.rollouts
         if self.args.score_centering_support and self.vllm_generation.logprobs:
             rollouts.check_support()
-        self._rows = rollouts.rows(completion_ids, logprobs)
+        # An evaluation needs no heads, so its logprobs may come from anywhere.
+        trained = (
+            result[2]
+            if self.vllm_generation.logprobs
+            else [[0] * len(ids) for ids in completion_ids]
+        )
+        self._rows = rollouts.rows(
+            completion_ids, logprobs, trained, ordered=self.rollout_func is None
+        )
         return result
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +179,8 @@ class ParityGRPOTrainer(GRPOTrainer):
         self._scoring_old = centring and self.args.several_steps
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         assert self._rows is not None and not self._scoring_old
-        if self.vllm_generation.last_update is not updated:
+        # In colocate mode the sync itself logs.
+        if self.vllm_generation.last_update is not updated and self.vllm_mode == "server":
             log_update(self, self.vllm_generation)
         dropped = self._rows.unusable()
         if training:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -122,6 +122,18 @@ class RolloutRequest(Message):
         """The sampling parameters of one prompt."""
         return self.sampling[prompt] if isinstance(self.sampling, list) else self.sampling
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """(prompt, which of its n completions) of every sequence, prompt-major."""
+        return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.n)]
+
+    @property
+    def sampling_of_sequences(self) -> Sampling | list[Sampling]:
+        """One for all, or one per sequence: what the answer says was used."""
+        if not isinstance(self.sampling, list):
+            return self.sampling
+        return [self.sampling[prompt] for prompt, _ in self.sequences]
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -189,6 +201,20 @@ class Rollout:
             finish_reasons=[reason for part in parts for reason in part.finish_reasons],
             stop_reasons=[reason for part in parts for reason in part.stop_reasons],
             sampling=sampling,
+        )
+
+    def part(self, first: int, stop: int) -> Rollout:
+        """Sequences ``first`` up to, without, ``stop``."""
+        rows = slice(int(self.sequence_offsets[first]), int(self.sequence_offsets[stop]))
+        several = isinstance(self.sampling, list)
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in self.TOKENS},
+            sequence_offsets=self.sequence_offsets[first : stop + 1] - rows.start,
+            cached_tokens=self.cached_tokens[first:stop],
+            finish_reasons=self.finish_reasons[first:stop],
+            stop_reasons=self.stop_reasons[first:stop],
+            sampling=self.sampling[first:stop] if several else self.sampling,  # type: ignore[index]
         )
 
     def to_bytes(self, head_dtype: HeadDtype = "float32", sequence: int | None = None) -> bytes:

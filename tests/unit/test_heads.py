@@ -18,7 +18,7 @@ import torch
 
 from trl_callbacks.head_scorer import HeadScorer
 from trl_callbacks.heads import Rollouts, SampledLogprob, check_heads
-from trl_callbacks.rollout import runs_of_equal
+from trl_callbacks.transfer import runs_of_equal
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.rollout_wire import Rollout, Sampling
 

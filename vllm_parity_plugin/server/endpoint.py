@@ -10,9 +10,9 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from vllm_parity_plugin import compat
+from vllm_parity_plugin.engine_requests import head_limit
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
-from vllm_parity_plugin.rules import UNLIMITED
 from vllm_parity_plugin.settings import ParitySettings, load_settings
 from vllm_parity_plugin.wire import Status, WorkerStatus
 
@@ -145,11 +145,7 @@ class ServerState:
     @property
     def head_limit(self) -> int:
         """Most head entries per token that the engine returns."""
-        config = self.engine.model_config
-        limits = [self.settings.head_size, config.get_vocab_size()]
-        if config.max_logprobs != UNLIMITED:
-            limits.append(config.max_logprobs)
-        return int(min(limits))
+        return head_limit(self.engine.model_config, self.settings.head_size)
 
     async def _state(self, workers: list[WorkerStatus], updating: bool) -> State:
         if self.updates.staging.failure is not None:

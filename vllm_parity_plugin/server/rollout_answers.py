@@ -92,7 +92,7 @@ async def answer_whole(
     """All sequences in one body."""
 
     def body(parts: list[Rollout]) -> bytes:
-        data = Rollout.join(parts, _sampling_per_sequence(request)).to_bytes(form.head_dtype)
+        data = Rollout.join(parts, request.sampling_of_sequences).to_bytes(form.head_dtype)
         return zstandard.ZstdCompressor(level=LEVEL).compress(data) if form.zstd else data
 
     jobs.join(job)
@@ -102,12 +102,6 @@ async def answer_whole(
         await jobs.leave(job)
     # Hundreds of megabytes are copied: other requests go on meanwhile.
     return Response(await asyncio.to_thread(body, parts), headers=form.headers())
-
-
-def _sampling_per_sequence(request: RolloutRequest) -> Any:
-    if not isinstance(request.sampling, list):
-        return request.sampling
-    return [one for one in request.sampling for _ in range(request.n)]
 
 
 async def answer_streamed(jobs: Jobs, job: Job, form: Form, connection: Request) -> Response:

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
+from vllm_parity_plugin.engine_requests import check
 from vllm_parity_plugin.rollout_wire import SERVER_HEADER, RolloutRequest
 from vllm_parity_plugin.server.answers import Route, documented
 from vllm_parity_plugin.server.auth import TooManyFailures, authorised
 from vllm_parity_plugin.server.gate import unhealthy
 from vllm_parity_plugin.server.rollout_answers import Form, answer_streamed, answer_whole
-from vllm_parity_plugin.server.rollouts import check, sequences
+from vllm_parity_plugin.server.rollouts import sequences
 from vllm_parity_plugin.weights.messages import (
     NcclStart,
     UploadRequest,

@@ -1,0 +1,67 @@
+"""Rollouts of an ``LLM`` in the trainer's process: the request and the arrays of a server's."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from vllm_parity_plugin.core_records import new_request_id, take_colocated
+from vllm_parity_plugin.engine_requests import assemble, check, head_limit, sampling_params
+from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
+from vllm_parity_plugin.settings import load_settings
+
+
+def colocated_rollout(llm: Any, request: RolloutRequest) -> Rollout:
+    """Sample ``n`` completions of every prompt; ``stream`` has no meaning here.
+
+    Args:
+        llm: a ``vllm.LLM`` whose processes run the plugin. It must have no other requests.
+        request: as for ``POST /v1/parity/rollouts``. Stop strings need an ``LLM`` with a
+            tokenizer.
+
+    Raises:
+        ValueError: vLLM's word on a parameter.
+        ParityError: what the served model cannot take; no complete policy is loaded; the engine
+            runs without the plugin. No request is left in the engine.
+    """
+    engine = llm.llm_engine
+    settings = load_settings(engine.vllm_config.additional_config)
+    check(request, engine.model_config, head_limit(engine.model_config, settings.head_size))
+    jobs = request.sequences
+    ids = [new_request_id() for _ in jobs]
+    added: list[str] = []
+    parts: dict[str, Rollout] = {}
+    try:
+        for (prompt, sample), request_id in zip(jobs, ids, strict=True):
+            inputs = {"prompt_token_ids": request.prompts[prompt]}
+            engine.add_request(request_id, inputs, sampling_params(request, prompt, sample))
+            added.append(request_id)
+        places = {request_id: prompt for (prompt, _), request_id in zip(jobs, ids, strict=True)}
+        while engine.has_unfinished_requests():
+            ended = [output for output in engine.step() if output.finished]
+            if not ended:
+                continue
+            records = take_colocated(llm, [output.request_id for output in ended])
+            for output in ended:
+                sampling = request.sampling_of(places[output.request_id])
+                parts[output.request_id] = assemble(output, records[output.request_id], sampling)
+    except BaseException:
+        _forget(llm, [request_id for request_id in added if request_id not in parts])
+        raise
+    if missing := len(ids) - len(parts):
+        raise ParityError(
+            f"The engine returned nothing for {missing} of {len(ids)} completions.",
+            "They are lost.",
+            "look at the engine's log.",
+        )
+    return Rollout.join([parts[request_id] for request_id in ids], request.sampling_of_sequences)
+
+
+def _forget(llm: Any, request_ids: list[str]) -> None:
+    """End what is left, so that the next rollout does not meet it. The first error counts."""
+    for request_id in request_ids:
+        with suppress(Exception):
+            llm.llm_engine.abort_request([request_id])
+        with suppress(Exception):
+            take_colocated(llm, [request_id])
