@@ -147,12 +147,12 @@ def check_pair(status: Status, facts: TrainerFacts) -> list[str]:
                 "restart the server in mode enforce (the default), or with --hf-overrides "
                 """'{"head_dtype": "float32"}'.""",
             )
-        if worker.prefix_caching:
+        if worker.prefix_caching == "on":
             raise ParityError(
-                f"{where} caches prefixes.",
+                f"{where} caches prefixes, and not by policy.",
                 "A cached prefix outlives the weight update it was computed before.",
-                "restart the server in mode enforce (the default), or with "
-                "--no-enable-prefix-caching.",
+                "restart the server in mode enforce (the default; VLLM_PARITY_PREFIX_CACHING="
+                "versioned keeps a cache), or with --no-enable-prefix-caching.",
             )
     return _check_model(status, facts) + _oddities(status, facts)
 

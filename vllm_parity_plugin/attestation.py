@@ -9,6 +9,7 @@ import torch
 
 from vllm_parity_plugin import __version__
 from vllm_parity_plugin.compat import vllm_version
+from vllm_parity_plugin.core_prefix import prefix_caching
 from vllm_parity_plugin.weights.checkpoint import has_tied_head
 from vllm_parity_plugin.weights.holder import holder
 
@@ -83,7 +84,7 @@ def attest(worker: Any, probe: bool = True) -> dict[str, Any]:
         "logprobs_mode": str(model_config.logprobs_mode),
         "max_logprobs": int(model_config.max_logprobs),
         "generation_config": str(model_config.generation_config),
-        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "prefix_caching": prefix_caching(config),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "speculative": config.speculative_config is not None,
         "dtype": str(model_config.dtype).removeprefix("torch."),

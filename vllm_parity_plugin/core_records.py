@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from vllm_parity_plugin.compat import call_core, call_every_core
+from vllm_parity_plugin.core_prefix import new_salt, salt_request
 from vllm_parity_plugin.errors import ParityError
 
 ID_PREFIX = "parity-"
@@ -152,9 +153,10 @@ def _book(scheduler: Any) -> Book:
 
 
 def wrap_add_request(original: Callable[..., None]) -> Callable[..., None]:
-    """``EngineCore.add_request`` that opens the request's record."""
+    """``EngineCore.add_request`` that keys the request's prefix and opens its record."""
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        salt_request(self, request)
         original(self, request, *args, **kwargs)
         book = _book(self.scheduler)
         params = request.sampling_params
@@ -196,6 +198,7 @@ def parity_mark_version(self: Any, version: int) -> None:
     for request_id, request in self.scheduler.requests.items():
         book.mark(request_id, len(request.output_token_ids), version)
     book.current = version
+    new_salt(self, version)
 
 
 def parity_take(self: Any, keys: list[str]) -> dict[str, list[Any]]:

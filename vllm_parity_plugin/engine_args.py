@@ -24,6 +24,7 @@ from vllm_parity_plugin.rules import (
     refuse_contradictions,
     refuse_unsafe,
     report_unsafe,
+    rules_for,
 )
 from vllm_parity_plugin.serving import check_model_path
 from vllm_parity_plugin.settings import ENV_PREFIX, ParitySettings, load_settings
@@ -117,7 +118,7 @@ def _decisions(engine_args: Any, settings: ParitySettings) -> list[Decision]:
         ParityError: a setting that a rule needs does not exist in this vLLM.
     """
     decisions = []
-    for rule in RULES:
+    for rule in rules_for(settings):
         if rule.setting == "head_dtype":
             asked = _asked_head_dtype(engine_args.hf_overrides)
             decisions.append(decide(asked, None, rule, settings))
@@ -207,7 +208,7 @@ def _verify(config: Any, settings: ParitySettings) -> None:
     """
     values = observed(config)
     wrong = []
-    for rule in RULES:
+    for rule in rules_for(settings):
         if rule.setting not in values:
             continue
         value = values[rule.setting]

@@ -87,7 +87,8 @@ PATCHES: tuple[Patch, ...] = (
         module="vllm.v1.engine.core",
         attribute="EngineCore.add_request",
         wrap=_wrapper("core_records:wrap_add_request"),
-        why="nobody knows which policy sampled the first tokens of a rollout",
+        why="nobody knows which policy sampled the first tokens of a rollout, and a prefix cache "
+        "is not keyed by policy",
         versions="0.31",
         upstream="none",
         delete_when="vLLM returns the weight version of every token",
@@ -107,7 +108,8 @@ PATCHES: tuple[Patch, ...] = (
         module="vllm.v1.engine.core",
         attribute="EngineCore.parity_mark_version",
         wrap=_method("core_records:parity_mark_version"),
-        why="the engine core does not know at which token of a request the weights changed",
+        why="the engine core does not know at which token of a request the weights changed, and "
+        "cached prefixes outlive them",
         versions="0.31",
         upstream="none",
         delete_when="vLLM returns the weight version of every token",

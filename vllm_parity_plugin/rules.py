@@ -108,6 +108,21 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+VERSIONED = Rule(
+    "enable_prefix_caching",
+    "--enable-prefix-caching",
+    lambda asked, settings: True,
+    "keyed by policy: completions share prefills, updates end them",
+)
+"""In place of the rule of that name, with the setting ``prefix_caching=versioned``."""
+
+
+def rules_for(settings: ParitySettings) -> tuple[Rule, ...]:
+    """The table that these settings ask for."""
+    if settings.prefix_caching == "off":
+        return RULES
+    return tuple(VERSIONED if rule.setting == VERSIONED.setting else rule for rule in RULES)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -77,6 +77,14 @@ class ParitySettings(BaseSettings):
             "centering). It raises vLLM's max_logprobs to at least this value."
         ),
     )
+    prefix_caching: Literal["off", "versioned"] = Field(
+        default="off",
+        description=(
+            "off: every prompt is computed anew. versioned: vLLM's prefix cache is on and keyed by "
+            "policy, so that the completions of one prompt share its prefill and no prompt uses KV "
+            "from before a weight update. It changes nothing in mode observe."
+        ),
+    )
 
 
 def load_settings(additional_config: object = None) -> ParitySettings:

@@ -20,6 +20,10 @@ INCOMING = "parity-"
 """Prefix of the files that trainers write there; abandoned ones are removed by it."""
 
 
+PrefixCaching = Literal["off", "versioned", "on"]
+"""Of a worker's engine: ``versioned`` is keyed by policy, ``on`` is vLLM's own, which is not."""
+
+
 class Message(BaseModel):
     """Base of all messages: unknown fields are errors."""
 
@@ -47,7 +51,7 @@ class WorkerStatus(Message):
     logprobs_mode: str
     max_logprobs: int
     generation_config: str
-    prefix_caching: bool
+    prefix_caching: PrefixCaching
     async_scheduling: bool
     speculative: bool
     dtype: str
@@ -86,6 +90,7 @@ __all__ = [
     "TOKEN_HEADER",
     "HeadStatus",
     "Message",
+    "PrefixCaching",
     "Status",
     "WorkerStatus",
 ]

@@ -239,7 +239,7 @@ def test_a_server_with_contradicting_flags(untied_server: Server) -> None:
     (worker,) = Client(untied_server).status().workers
     assert worker.logprobs_mode == "processed_logprobs"
     assert worker.head is not None and worker.head.dtype == "float32"
-    assert not worker.prefix_caching and not worker.async_scheduling
+    assert worker.prefix_caching == "off" and not worker.async_scheduling
 
 
 def test_a_strict_server_does_not_start(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_status_attests_the_enforced_values(server: Server) -> None:
     assert worker.head.weight_dtype == worker.dtype == "bfloat16"
     assert worker.logprobs_mode == "processed_logprobs"
     assert worker.generation_config == "vllm"
-    assert not worker.prefix_caching
+    assert worker.prefix_caching == "off"
     assert not worker.async_scheduling
     assert not worker.speculative
     assert not worker.tied_embeddings
@@ -55,7 +55,7 @@ def test_status_of_an_observed_server(observe_server: Server) -> None:
     (worker,) = status.workers
     assert status.mode == "observe"
     assert worker.head is not None and worker.head.dtype == "bfloat16"
-    assert worker.prefix_caching and worker.tied_embeddings
+    assert worker.prefix_caching == "on" and worker.tied_embeddings
     assert worker.generation_config == "auto"
 
 

@@ -55,7 +55,7 @@ def test_a_tied_bf16_head_follows(tiny_model: Callable[[Kind], Path], tmp_path: 
     (result,) = train(run, tmp_path, env=OBSERVE)
     agrees(result)
     worker = result["status"]["workers"][0]
-    assert (worker["head"]["dtype"], worker["prefix_caching"]) == ("bfloat16", True)
+    assert (worker["head"]["dtype"], worker["prefix_caching"]) == ("bfloat16", "on")
 
 
 def test_two_processes_update_together(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Imports a benchmark as it finds itself when it is run."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield importlib.import_module
-    for name in ("shared", "soak", "stock_engine", "weight_update"):
+    for name in ("prefix_caching", "shared", "soak", "stock_engine", "weight_update"):
         sys.modules.pop(name, None)
 
 
@@ -46,6 +46,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("token_logprobs.py", ["--device", "--rounds", "--quick", "--write"]),
         ("step_overhead.py", ["--rounds", "--head-size", "--tokens", "--write"]),
         ("soak.py", ["--minutes", "--interval"]),
+        ("prefix_caching.py", ["--rounds", "--prompts", "--completion", "--write"]),
     ],
 )
 def test_help(script: str, options: list[str]) -> None:
@@ -82,6 +83,29 @@ def test_rotated(load: Any) -> None:
 def test_medians(load: Any) -> None:
     rows = [{"a": 1.0, "b": ""}, {"a": 3.0, "b": 5.0}, {"a": 100.0}]
     assert load("shared").medians(rows, ["a", "b", "c"]) == {"a": 3.0, "b": 5.0}
+
+
+def test_prefix_caching_ratios_are_taken_within_a_round(load: Any) -> None:
+    """The docstring's numbers; the cached share is that of the server that caches."""
+    rows = [
+        {"completion": 16, "server": name, "seconds": seconds, "cached": cached, "prompt": 200}
+        for name, seconds, cached in (
+            ("off", 4.0, 0),
+            ("versioned", 3.0, 128),
+            ("off", 4.0, 0),
+            ("versioned", 5.0, 112),
+        )
+    ]
+    expected = ("16 tokens", "4.00", "4.00", "1.00", "0.75 to 1.25", "60%")
+    assert load("prefix_caching").summary(rows) == [expected]
+
+
+def test_fresh_prompts(load: Any) -> None:
+    """Both servers get the same ones, and no two share their first block."""
+    fresh = load("prefix_caching").fresh
+    assert fresh(1, 3, 200) == fresh(1, 3, 200)
+    firsts = {tuple(prompt[:128]) for seed in (0, 1) for prompt in fresh(seed, 3, 200)}
+    assert len(firsts) == 6
 
 
 def test_slope(load: Any) -> None:

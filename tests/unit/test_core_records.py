@@ -59,6 +59,9 @@ class Core:
 
     def __init__(self, workers: int = 1) -> None:
         self.scheduler = Scheduler()
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(enable_prefix_caching=False)
+        )
         self.workers = workers
 
     def _add(self, request: Any, request_wave: int = 0) -> None:

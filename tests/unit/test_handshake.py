@@ -42,7 +42,7 @@ def status(head: dict[str, Any] | None = None, **worker: Any) -> Status:
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 128,
         "generation_config": "vllm",
-        "prefix_caching": False,
+        "prefix_caching": "off",
         "async_scheduling": False,
         "speculative": False,
         "dtype": "bfloat16",
@@ -70,6 +70,7 @@ def test_a_healthy_pair_is_silent() -> None:
     """The plugin's defaults against a default trainer: no error and no warning."""
     check_sampling(FACTS)
     assert check_pair(status(), FACTS) == []
+    assert check_pair(status(prefix_caching="versioned"), FACTS) == []
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_healthy_pair_is_silent() -> None:
     [
         (status(logprobs_mode="raw_logprobs"), ["raw_logprobs", "--logprobs-mode"]),
         (status(head={"dtype": "bfloat16"}), ["bfloat16", "head_dtype"]),
-        (status(prefix_caching=True), ["caches prefixes", "--no-enable-prefix-caching"]),
+        (status(prefix_caching="on"), ["caches prefixes", "--no-enable-prefix-caching"]),
         (status(vllm_version="0.24.1"), ["0.24.1", "upgrade"]),
         (status(vocab_size=513), ["513", "serve the model that is trained"]),
     ],

@@ -21,6 +21,7 @@ from vllm_parity_plugin.rules import (
     refuse_contradictions,
     refuse_unsafe,
     report_unsafe,
+    rules_for,
 )
 from vllm_parity_plugin.settings import ParitySettings
 
@@ -54,6 +55,21 @@ def test_wanted_values(setting: str) -> None:
     assert not decide(default, default, RULE[setting], SETTINGS).contradicts
     kept = decide(wanted, default, RULE[setting], SETTINGS)
     assert not kept.changed and not kept.contradicts
+
+
+def test_versioned_prefix_caching_turns_one_rule_around() -> None:
+    """The cache is wanted on, everything else as before; strict then objects to turning it off."""
+    settings = ParitySettings(prefix_caching="versioned")
+    rules = rules_for(settings)
+    assert rules_for(SETTINGS) == RULES
+    (rule,) = set(rules) - set(RULES)
+    assert [r.setting for r in rules] == [r.setting for r in RULES]
+    decisions = [decide(asked, None, rule, settings) for asked in (None, True, False)]
+    assert [decision.enforced for decision in decisions] == [True] * 3
+    refuse_contradictions(decisions[:2])
+    with pytest.raises(ParityError, match=r"pass --enable-prefix-caching") as caught:
+        refuse_contradictions(decisions)
+    assert rule.why in str(caught.value).lower()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def violations(status: Status) -> list[str]:
     for worker in status.workers:
         found = {
             "logprobs_mode": (worker.logprobs_mode, "processed_logprobs"),
-            "prefix_caching": (worker.prefix_caching, False),
+            "prefix_caching": (worker.prefix_caching == "on", False),
             "async_scheduling": (worker.async_scheduling, False),
             "generation_config": (worker.generation_config, "vllm"),
             "lm_head": (worker.head.dtype if worker.head else "float32", "float32"),

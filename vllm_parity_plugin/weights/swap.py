@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm_parity_plugin import compat
+from vllm_parity_plugin.core_prefix import prefix_caching
 from vllm_parity_plugin.core_records import mark_version
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
@@ -63,11 +64,12 @@ class Swap:
         stay_paused = old is not None and await self._engine.is_paused()
         # vLLM's prefix cache (left on in mode observe) is not keyed by policy: new prompts would
         # be served from KV of the old weights. It can only be cleared together with running KV.
-        cached = self._engine.vllm_config.cache_config.enable_prefix_caching
+        # A versioned one needs no clearing: the commit ends what was cached.
+        unkeyed = prefix_caching(self._engine.vllm_config) == "on"
         pause_started = time.perf_counter()
         try:
             pause = self._engine.pause_generation(
-                mode="keep", clear_cache=going.manifest.kv == "recompute" or bool(cached)
+                mode="keep", clear_cache=going.manifest.kv == "recompute" or unkeyed
             )
             await compat.unless_dead(self._engine, pause)
             first_error(await self._served.on_workers("apply", plain(new), only), ParityError)
