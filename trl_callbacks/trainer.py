@@ -20,7 +20,7 @@ from trl_callbacks.heads import (
     OLD_HEAD_LOGPROBS,
     Rows,
 )
-from trl_callbacks.rollout import generation_for, log_update
+from trl_callbacks.rollout import ParityRollout, generation_for, log_update
 from trl_callbacks.score_centering import valid_tokens
 from trl_callbacks.transfer import Transfer
 from trl_callbacks.weight_sync import KV, Transport
@@ -52,6 +52,13 @@ class ParityGRPOTrainer(GRPOTrainer):
                 f"ParityGRPOTrainer got args of type {type(config).__name__}.",
                 "Score centering has settings that a GRPOConfig does not carry.",
                 "pass args=ParityGRPOConfig(...); it takes every GRPOConfig argument.",
+            )
+        if isinstance(kwargs.get("rollout_func"), ParityRollout):
+            raise ParityError(
+                "ParityGRPOTrainer got a ParityRollout as its rollout_func.",
+                "It samples through the parity server itself, and the heads of another sampler "
+                "would not be found.",
+                "leave rollout_func out; in one of your own, sample with trainer.sample.",
             )
         callbacks = list(callbacks or [])
         given = [callback for callback in callbacks if isinstance(callback, ParityCallback)]

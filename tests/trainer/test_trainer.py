@@ -28,6 +28,7 @@ from tests.trainer.runs import (
 from trl_callbacks import ParityGRPOTrainer
 from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS
 from trl_callbacks.metrics import METRICS
+from trl_callbacks.rollout import ParityRollout
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
@@ -154,6 +155,76 @@ def test_l4_the_whole_support_or_a_refusal(
     else:
         with pytest.raises(ParityError, match="of the sampler's mass"):
             one_batch(trainer)
+
+
+FOREIGN = [7, 8, 9]
+"""What an environment says between two turns."""
+
+
+def two_turns(prompts: Any, trainer: Any) -> dict[str, Any]:
+    """A user's own rollout: sample, add what the environment says, sample again, keep the end."""
+    prompt_ids, _, _ = trainer._tokenize_prompts(list(prompts))
+    first, said = trainer.sample(prompt_ids)
+    first, said = [ids[:5] for ids in first], [row[:5] for row in said]
+    so_far = [p + ids + FOREIGN for p, ids in zip(prompt_ids, first, strict=True)]
+    second, more = trainer.sample(so_far)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [a + FOREIGN + b for a, b in zip(first, second, strict=True)],
+        "logprobs": [a + [0.0] * 3 + b for a, b in zip(said, more, strict=True)],
+        "env_mask": [
+            [1] * len(a) + [0] * 3 + [1] * len(b) for a, b in zip(first, second, strict=True)
+        ],
+    }
+
+
+def test_a_rollout_func_has_heads(
+    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
+) -> None:
+    """S7: a user's own two turns: each sampled token has its head, the environment's have none."""
+    trainer = parity_trainer(
+        policy,
+        tokenizer,
+        restored.url,
+        tmp_path,
+        kind=Recording,
+        max_steps=2,
+        trainer={"rollout_func": two_turns},
+    )
+    trainer.train()
+    for batch in trainer.batches:
+        mask = batch["completion_mask"].bool() & batch["tool_mask"].bool()
+        ids, logprobs = batch[HEAD_IDS], batch[HEAD_LOGPROBS]
+        at = ids[mask] == batch["completion_ids"][mask].unsqueeze(1)
+        assert at.any(1).float().mean() > 0.9
+        sampled = batch["sampling_per_token_logps"][mask]
+        assert torch.equal(logprobs[mask][at], sampled[at.any(1)])
+        others = batch["completion_mask"].bool() & ~mask
+        assert others.sum() >= 3 * len(ids) and (ids[others] == -1).all()
+    for entry, batch in zip(logged(trainer), trainer.batches, strict=True):
+        trained = batch["completion_mask"] * batch["tool_mask"]
+        assert entry["parity/score_centering/tokens"] == trained.sum()
+        assert entry["parity/score_centering/drift_removed"] > 0
+
+
+def test_a_rollout_func_that_loses_the_heads_is_refused(
+    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
+) -> None:
+    """Plain numbers do not say which token they belong to; an evaluation may return them."""
+
+    def plain(prompts: Any, trainer: Any) -> dict[str, Any]:
+        output = two_turns(prompts, trainer)
+        return output | {"logprobs": [[float(v) for v in row] for row in output["logprobs"]]}
+
+    trainer = parity_trainer(
+        policy, tokenizer, restored.url, tmp_path, trainer={"rollout_func": plain}
+    )
+    with pytest.raises(ParityError, match="completion 0 at position 0 is a plain number") as raised:
+        one_batch(trainer)
+    assert "trainer.sample(prompt_ids)" in raised.value.fix
+    trainer.model.eval()
+    rows = [trainer.train_dataset[i // GENERATIONS] for i in range(4 * GENERATIONS)]
+    assert HEAD_IDS not in trainer._generate_and_score_completions(rows)
 
 
 class CountingClient:
@@ -283,7 +354,7 @@ def test_seeded_rollouts_repeat(
         ({"score_centering_top_k": 2000}, "1041"),
         ({"top_p": 0.9}, "top_p=0.9"),
         ({"generation_kwargs": {"temperature": 0.5}}, "temperature 0.5"),
-        ({"trainer": {"rollout_func": print}}, "rollout_func"),
+        ({"trainer": {"rollout_func": ParityRollout("http://127.0.0.1:9")}}, "trainer.sample"),
     ],
 )
 def test_unsafe_runs_do_not_get_a_trainer(
