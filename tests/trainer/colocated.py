@@ -7,14 +7,15 @@ process and keeps its memory. A run is a dictionary:
 - ``callback``: mode of the ``ParityCallback``, or None for stock TRL;
 - ``install``: install the transaction by hand (for callbacks in mode observe, which change
   nothing);
+- ``callback_at_last``: mode of a callback that is set up on the trainer when all is over;
 - ``arm``: make this file when all engines run, so that the first process's next load fails;
 - ``lora``: train an adapter.
 
-Its result has ``error`` (``Type: message`` or None), the trainer's ``log``, the callback's
-``status``, what the engine ``held`` at the end (version, phase, failure; None for stock TRL), and
-for each generation (``syncs``) the mean absolute difference between the sampler's
-logprobs and a fresh Transformers reference: with the trainer's weights of that moment (``now``),
-and with those that it began with (``first``).
+Its result has ``error`` (``Type: message`` or None), the last callback's ``refusal``, the trainer's
+``log``, the callback's ``status``, what the engine ``held`` at the end (version, phase, failure;
+None for stock TRL), and for each generation (``syncs``) the mean absolute difference between the
+sampler's logprobs and a fresh Transformers reference: with the trainer's weights of that moment
+(``now``), and with those that it began with (``first``).
 """
 
 from __future__ import annotations
@@ -161,6 +162,11 @@ def main(source: str, target: str) -> None:
         trainer.train()
     except Exception as problem:
         result["error"] = f"{type(problem).__name__}: {problem}"
+    if "callback_at_last" in run:
+        try:
+            ParityCallback(mode=run["callback_at_last"]).setup(trainer)
+        except Exception as problem:
+            result["refusal"] = f"{type(problem).__name__}: {problem}"
     result["held"] = held(trainer)
     status = callbacks[0].status if callbacks else None
     result["status"] = None if status is None else status.model_dump()

@@ -20,8 +20,8 @@ Sequences = AsyncIterator[tuple[int, Rollout]]
 
 KEEP_SECONDS = 120.0
 """How long one that has ended can be fetched again."""
-KEEP_BYTES = 2**30
-"""Most bytes of those; the oldest go first."""
+KEEP_BYTES = 2**28
+"""Of those, beside the newest one; the oldest go first."""
 REMEMBERED = 10_000
 """Keys of requests that were begun here."""
 
@@ -190,13 +190,14 @@ class Jobs:
     async def reap(self) -> None:
         """Cancel what nobody follows any more, and forget old answers."""
         now = time.monotonic()
-        kept = 0
+        newer = 0
         for key, job in reversed(list(self._jobs.items())):
-            kept += job.bytes if job.ended else 0
+            too_much = job.ended and newer >= KEEP_BYTES
+            newer += job.bytes if job.ended else 0
             if job.listeners:
                 continue
             limit = KEEP_SECONDS if job.ended else self._grace
-            if now - job.left_at > limit or (job.ended and kept > KEEP_BYTES):
+            if too_much or now - job.left_at > limit:
                 del self._jobs[key]
                 await job.cancel()
             elif job.failed:  # nothing was given out: the key may be used again
