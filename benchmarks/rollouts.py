@@ -1,10 +1,8 @@
-"""What sampler heads cost: against vLLM's completions endpoint, and as they grow.
+"""What sampler heads cost: against TRL's client of vLLM's own endpoint, and as they grow.
 
 `compare` sends the same work (token ids, seeds, a fixed number of tokens) to one real `vllm serve`
-in two ways, up to the padded tensors of a trainer: through the stock completions endpoint, as JSON
-that is parsed into lists by rank as TRL's `extract_logprobs` shapes them, and through
-`/v1/parity/rollouts`. TRL's own client speaks to `trl vllm-serve` only, whose weight sync needs
-NCCL, so it cannot take part on a CPU. `growth` asks for more and more entries and sequences.
+in two ways, up to the padded tensors of a trainer: TRL's own client and the stock completions
+endpoint, and `/v1/parity/rollouts`. `growth` asks for more and more entries and sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import psutil
 import shared
 import torch
@@ -77,34 +74,28 @@ def aims(wall: float, size: float, client: float) -> list[tuple[str, bool]]:
 
 
 class Stock:
-    """The completions endpoint, and what a trainer makes of its JSON."""
+    """TRL's own client of the completions endpoint, and the tensors a trainer would make."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=1200.0)
-        self._model = self._http.get("/v1/models").json()["data"][0]["id"]
+        from trl.generation.vllm_client import VLLMClient
+
+        self._client = VLLMClient(base_url=url)
+        self._client.session.hooks["response"].append(self._count)
         self.bytes = 0
 
+    def _count(self, response: Any, *_: Any, **__: Any) -> None:
+        self.bytes = len(response.content)
+
     def __call__(self, prompts: list[list[int]], tokens: int, head: int) -> Any:
-        body = {"model": self._model, "prompt": prompts, "max_tokens": tokens, "logprobs": head}
-        body |= {"ignore_eos": True, "temperature": 1.0, "seed": 0}
-        body |= {"return_tokens_as_token_ids": True, "return_token_ids": True}
-        answer = self._http.post("/v1/completions", json=body)
-        answer.raise_for_status()
-        self.bytes = len(answer.content)
-        choices = answer.json()["choices"]
-        logprobs, ids = [], []
-        for choice in choices:
-            ranked = [
-                sorted(((v, int(k[9:])) for k, v in position.items()), reverse=True)
-                for position in choice["logprobs"]["top_logprobs"]
-            ]
-            logprobs.append([[value for value, _ in row] for row in ranked])
-            ids.append([[token for _, token in row] for row in ranked])
-        width = max((len(row) for rows in logprobs for row in rows), default=1)
-        padded = [[row + [0.0] * (width - len(row)) for row in rows] for rows in logprobs]
-        padded_ids = [[row + [-1] * (width - len(row)) for row in rows] for rows in ids]
-        sampled = [choice["logprobs"]["token_logprobs"] for choice in choices]
-        return logprobs, ids, torch.tensor(padded), torch.tensor(padded_ids), torch.tensor(sampled)
+        more = {"ignore_eos": True, "seed": 0}
+        found = self._client.generate(
+            prompts, max_tokens=tokens, logprobs=head, generation_kwargs=more
+        )
+        # Rows have K or K + 1 entries: the sampled token comes on top where it is not among them.
+        values, ids = found["logprobs"], found["logprob_token_ids"]
+        padded = [[row + [0.0] * (head + 1 - len(row)) for row in rows] for rows in values]
+        padded_ids = [[row + [-1] * (head + 1 - len(row)) for row in rows] for rows in ids]
+        return found, torch.tensor(padded), torch.tensor(padded_ids)
 
 
 class Parity:
