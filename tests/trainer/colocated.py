@@ -39,14 +39,20 @@ def train(
     """Results of one run, one for each process."""
     source = directory / "run.json"
     source.write_text(json.dumps(run))
-    env = env or {}
+    results = [directory / f"result-{rank}.json" for rank in range(processes)]
+    launch(__file__, source, results, env or {})
+    return [json.loads(path.read_text()) for path in results]
+
+
+def launch(script: str, source: Path, results: list[Path], env: Mapping[str, str]) -> None:
+    """Run a script of the tests, on as many processes as there are results to be written."""
     paths = [path for path in (str(ROOT), env.get("PYTHONPATH")) if path]
     launcher = [sys.executable]
-    if processes > 1:
+    if len(results) > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-        launcher += [str(processes)]
+        launcher += [str(len(results))]
     done = subprocess.run(
-        [*launcher, __file__, str(source), str(directory)],
+        [*launcher, script, str(source), str(source.parent)],
         cwd=ROOT,
         env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.DEVNULL,
@@ -56,9 +62,8 @@ def train(
         timeout=900,
         check=False,
     )
-    paths = [directory / f"result-{rank}.json" for rank in range(processes)]
-    assert done.returncode == 0 and all(path.exists() for path in paths), done.stdout[-6000:]
-    return [json.loads(path.read_text()) for path in paths]
+    written = all(path.exists() for path in results)
+    assert done.returncode == 0 and written, done.stdout[-6000:]
 
 
 # --- in the child process ---

@@ -8,9 +8,6 @@ object per logprob; a failure leaves nothing in the engine; settings that need a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 
 from tests.models import VOCAB, Kind
 from tests.trainer import colocated_heads
-from tests.trainer.colocated import ROOT
+from tests.trainer.colocated import launch
 from tests.trainer.colocated_heads import K
 from tests.trainer.runs import arguments
 from trl_callbacks import ParityGRPOConfig
@@ -33,19 +30,9 @@ def result(
     directory = tmp_path_factory.mktemp("colocated")
     source = directory / "run.json"
     source.write_text(json.dumps({"model": str(tiny_model("untied"))}))
-    done = subprocess.run(
-        [sys.executable, colocated_heads.__file__, str(source), str(directory)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    found: dict[str, Any] = json.loads((directory / "result.json").read_text())
+    written = directory / "result.json"
+    launch(colocated_heads.__file__, source, [written], {})
+    found: dict[str, Any] = json.loads(written.read_text())
     return found
 
 
