@@ -22,14 +22,14 @@ def check_audit(positions: int, size: int, status: Status | None) -> None:
     """Refuse an audit that could only compare the head with itself.
 
     Raises:
-        ParityError: the server returns no more entries than the loss uses.
+        ParityError: the sampler returns no more entries than the loss uses.
     """
     if positions and status is not None and status.head_size <= size:
         raise ParityError(
-            f"score_centering_audit={positions}, and the server returns at most "
+            f"score_centering_audit={positions}, and the sampler returns at most "
             f"{status.head_size} head entries, no more than score_centering_top_k={size}.",
             "The audit compares the head with a larger one, the whole vocabulary at best.",
-            "start the server with a larger VLLM_PARITY_HEAD_SIZE, or set score_centering_audit=0.",
+            "start it with a larger VLLM_PARITY_HEAD_SIZE, or set score_centering_audit=0.",
         )
 
 
@@ -49,7 +49,7 @@ def log_top_k_gap(trainer: Any, output: dict[str, Any], mask: torch.Tensor) -> N
         for row, token in zip(rows, tokens, strict=True)
     ]
     generation = trainer.vllm_generation
-    rollout = generation.client.rollout(
+    rollout = generation.fetch(
         RolloutRequest(
             prompts=[prefix.tolist() for prefix in prefixes],
             head_size=trainer.parity.status.head_size,

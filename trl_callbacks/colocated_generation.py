@@ -22,7 +22,8 @@ class ColocatedGeneration(ParityBackend):
 
     _llm_weights_sleeping: bool
 
-    def _sample(self, request: RolloutRequest) -> Rollout:
+    def fetch(self, request: RolloutRequest) -> Rollout:
+        """See :class:`ParityBackend`."""
         if self.enable_sleep_mode:
             if self._llm_weights_sleeping:  # level 2 discards them
                 self.sync_weights()

@@ -148,6 +148,13 @@ class ParityGRPOConfig(GRPOConfig):
                 "Without vLLM the sampler is the trainer, and there is no mismatch to correct.",
                 "leave use_vllm at its default, or use GRPOTrainer.",
             )
+        if self.vllm_structured_outputs_regex is not None:
+            raise ParityError(
+                "ParityGRPOConfig has vllm_structured_outputs_regex="
+                f"{self.vllm_structured_outputs_regex!r}.",
+                "The sampler's logprobs would be those under the grammar, and the trainer's not.",
+                "leave it out, or use GRPOTrainer.",
+            )
         _check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
         _check_choice("weight_transport", self.weight_transport, get_args(Transport))
         _check_choice("weight_kv", self.weight_kv, get_args(KV))

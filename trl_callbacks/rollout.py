@@ -88,7 +88,7 @@ class ParityBackend(VLLMGeneration):
             sampling=self.sampling(),
         )
         with profiler or nullcontext():
-            rollout = self._sample(request)
+            rollout = self.fetch(request)
         self.last_rollout = rollout
         # TRL reads the last token of each completion. One that was aborted before its first gets
         # padding that nobody sampled; it is dropped whole once its row is known.
@@ -101,7 +101,8 @@ class ParityBackend(VLLMGeneration):
         ]
         return prompts, ids, logprobs, None
 
-    def _sample(self, request: RolloutRequest) -> Rollout:
+    def fetch(self, request: RolloutRequest) -> Rollout:
+        """The completions of a request, of which nothing is remembered here."""
         raise NotImplementedError
 
     def sampling(self) -> Sampling:
@@ -197,7 +198,8 @@ class ParityGeneration(ParityBackend):
                 pass
         self.last_update = on_main_process(self.accelerator, push)
 
-    def _sample(self, request: RolloutRequest) -> Rollout:
+    def fetch(self, request: RolloutRequest) -> Rollout:
+        """See :class:`ParityBackend`."""
         return self._transfer.fetch(self.client, request)
 
 

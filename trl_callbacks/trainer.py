@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from trl_callbacks.audit import check_audit, log_top_k_gap
 from trl_callbacks.callback import Mode, ParityCallback, server_url
 from trl_callbacks.centred_loss import centred_loss, loss_mask
+from trl_callbacks.colocate import install_colocated_sync
 from trl_callbacks.colocated_generation import adopt
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.config import ParityGRPOConfig
@@ -99,7 +100,9 @@ class ParityGRPOTrainer(GRPOTrainer):
             check_audit(
                 config.score_centering_audit, config.score_centering_top_k, self.parity.status
             )
-        if config.vllm_mode == "server":
+        if config.vllm_mode == "colocate":
+            install_colocated_sync(self)  # also in mode observe: TRL's own sync has no way back
+        else:
             self.vllm_generation = generation_for(
                 self,
                 ParityClient(self._server_url(), token=self.parity.token),
@@ -149,6 +152,8 @@ class ParityGRPOTrainer(GRPOTrainer):
         self.vllm_generation.begin(self.state.global_step, self.model.training)
         result = super()._generate(prompts)
         completion_ids, logprobs = result[1], result[4]
+        if logprobs is None:  # a rollout_func may have none
+            logprobs = [[0.0] * len(ids) for ids in completion_ids]
         rollouts = self.vllm_generation.rollouts
         if self.args.score_centering_support and self.vllm_generation.logprobs:
             rollouts.check_support()

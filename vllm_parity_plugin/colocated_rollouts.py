@@ -10,24 +10,27 @@ from vllm_parity_plugin.engine_requests import assemble, check, head_limit, samp
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 from vllm_parity_plugin.settings import load_settings
+from vllm_parity_plugin.weights.colocated import sleeping
+from vllm_parity_plugin.weights.errors import ConflictError
 
 
 def colocated_rollout(llm: Any, request: RolloutRequest) -> Rollout:
     """Sample ``n`` completions of every prompt; ``stream`` has no meaning here.
 
     Args:
-        llm: a ``vllm.LLM`` whose processes run the plugin. It must have no other requests.
+        llm: a ``vllm.LLM`` whose processes run the plugin.
         request: as for ``POST /v1/parity/rollouts``. Stop strings need an ``LLM`` with a
             tokenizer.
 
     Raises:
         ValueError: vLLM's word on a parameter.
         ParityError: what the served model cannot take; no complete policy is loaded; the engine
-            runs without the plugin. No request is left in the engine.
+            sleeps, has other requests, or runs without the plugin. No request is left in it.
     """
     engine = llm.llm_engine
     settings = load_settings(engine.vllm_config.additional_config)
     check(request, engine.model_config, head_limit(engine.model_config, settings.head_size))
+    _check_ready(llm)
     jobs = request.sequences
     ids = [new_request_id() for _ in jobs]
     added: list[str] = []
@@ -56,6 +59,22 @@ def colocated_rollout(llm: Any, request: RolloutRequest) -> Rollout:
             "look at the engine's log.",
         )
     return Rollout.join([parts[request_id] for request_id in ids], request.sampling_of_sequences)
+
+
+def _check_ready(llm: Any) -> None:
+    """Refuse an engine whose answers would not come, or would be mixed with others'."""
+    if tags := sleeping(llm):
+        raise ConflictError(
+            f"The engine sleeps: {' and '.join(tags)} are not in memory.",
+            "It would sample from memory that is gone.",
+            "call llm.wake_up(), and push the weights after a sleep of level 2.",
+        )
+    if llm.llm_engine.has_unfinished_requests():
+        raise ConflictError(
+            "The engine has unfinished requests.",
+            "Their outputs would be lost among those of the rollout.",
+            "let generate return, or abort them, and sample then.",
+        )
 
 
 def _forget(llm: Any, request_ids: list[str]) -> None:

@@ -28,6 +28,7 @@ def trainer_of(model: str, directory: Path) -> Any:
     path = Path(model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     values = {"vllm_mode": "colocate", "score_centering_top_k": K, "rollout_seed": 0, **ENGINE}
+    values |= {"score_centering_audit": 4}
     values |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}
     return Recording(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
@@ -91,6 +92,15 @@ def failures(llm: Any, request: Any) -> dict[str, Any]:
     except ParityError as error:
         found["too_large"] = str(error)
     engine, step = llm.llm_engine, llm.llm_engine.step
+    from vllm import SamplingParams
+
+    engine.add_request("somebody's", {"prompt_token_ids": [5]}, SamplingParams(max_tokens=2))
+    try:
+        colocated_rollout(llm, request)
+    except ParityError as error:
+        found["busy"] = str(error)
+    while engine.has_unfinished_requests():
+        engine.step()
     calls: list[int] = []
 
     def failing() -> Any:
@@ -145,8 +155,8 @@ def main(source: str, target: str) -> None:
     trainer = trainer_of(json.loads(Path(source).read_text())["model"], directory / "run")
     generation = trainer.vllm_generation
     asked: list[int] = []
-    sample = generation._sample
-    generation._sample = lambda request: (asked.append(request.head_size), sample(request))[1]
+    fetch = generation.fetch
+    generation.fetch = lambda request: (asked.append(request.head_size), fetch(request))[1]
     trainer.train()
     result: dict[str, Any] = {"asked": asked, "log": trainer.state.log_history, "shares": []}
     for batch in trainer.batches:

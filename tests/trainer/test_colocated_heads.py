@@ -45,13 +45,14 @@ def test_training_has_heads_and_the_engine_follows(result: dict[str, Any]) -> No
     assert after == [2, 3]
     assert all(0 < entry["parity/logprob_diff/mean"] <= 0.02 for entry in steps)
     assert all(entry["parity/score_centering/drift_removed"] > 0 for entry in steps)
+    assert all(0 < entry["parity/score_centering/top_k_gap"] < 1 for entry in steps)
     assert [size for size, _, _ in result["shares"]] == [K, K]
     assert all(share > 0.2 and same for _, share, same in result["shares"])
 
 
 def test_s11_evaluation_asks_for_no_heads(result: dict[str, Any]) -> None:
-    """S11: K, 0, K, 0 over two steps with an evaluation after each."""
-    assert result["asked"] == [K, 0, K, 0]
+    """S11: K, the audit's 128, 0, twice: two steps with an evaluation after each."""
+    assert result["asked"] == [K, 128, 0] * 2
 
 
 def test_the_arrays_are_what_generate_gives(result: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def test_a_failure_leaves_nothing_behind(result: dict[str, Any]) -> None:
     assert result["failed"] == "a step that fails"
     assert result["left"] == [False, 0]
     assert result["goes_on"] == 4
+    assert "has unfinished requests" in result["busy"]
     assert "is more than this server returns (128; " in result["too_large"]
     assert str(VOCAB) in result["too_large"]
 
@@ -85,9 +87,10 @@ def test_p1_no_object_per_logprob(result: dict[str, Any]) -> None:
         ({"weight_transport": "http"}, "weight_transport"),
         ({"rollout_compression": "zstd"}, "rollout_compression"),
         ({"vllm_mode": "elsewhere"}, "vllm_mode"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "under the grammar"),
     ],
 )
-def test_settings_that_need_a_server(tmp_path: Path, values: dict[str, Any], word: str) -> None:
-    """They would be ignored, so they are refused."""
+def test_settings_that_would_be_ignored(tmp_path: Path, values: dict[str, Any], word: str) -> None:
+    """They need a server, or a trainer that knows them: refused."""
     with pytest.raises((ParityError, ValueError), match=word):
         ParityGRPOConfig(**arguments(tmp_path, **{"vllm_mode": "colocate"} | values))

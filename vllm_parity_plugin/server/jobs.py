@@ -18,8 +18,8 @@ from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 
 Sequences = AsyncIterator[tuple[int, Rollout]]
 
-KEEP_SECONDS = 120.0
-"""How long one that has ended can be fetched again."""
+KEEP_SECONDS = 30.0
+"""How long one that has ended can be fetched again; a client retries within seconds."""
 KEEP_BYTES = 2**28
 """Of those, beside the newest one; the oldest go first."""
 REMEMBERED = 10_000
