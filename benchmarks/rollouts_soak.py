@@ -58,11 +58,21 @@ def send(client: ParityClient, kind: str, asked: RolloutRequest) -> Rollout | No
     return client.rollout(asked, **form.get(kind, {}))
 
 
+ROLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
+
+
 def resident(server: Server) -> dict[str, float]:
-    """MiB of the server's processes together, and of this one."""
+    """MiB of each of the server's processes, of all of them, and of this one."""
     front = psutil.Process(server.process.pid)
-    total = sum(one.memory_info().rss for one in (front, *front.children(recursive=True)))
-    return {"server": total / 2**20, "trainer": psutil.Process().memory_info().rss / 2**20}
+    found = {"API server": front.memory_info().rss / 2**20}
+    for process in front.children(recursive=True):
+        title = process.cmdline()[0] if process.cmdline() else ""
+        role = ROLES.get(title.strip(), "others")
+        found[role] = found.get(role, 0.0) + process.memory_info().rss / 2**20
+    return found | {
+        "server": sum(found.values()),
+        "trainer": psutil.Process().memory_info().rss / 2**20,
+    }
 
 
 def moved(samples: list[dict[str, float]], name: str, seconds: float) -> float:
@@ -111,11 +121,10 @@ def main(
             time.sleep(pause)
     shared.write_csv(output / "rollouts_soak.csv", samples)
     lines = []
-    for name in ("server", "trainer"):
+    for name in [name for name in samples[-1] if name != "seconds"]:
         share = moved(samples, name, seconds)
-        last = [row[name] for row in samples][-1]
-        lines.append([name, f"{last:.0f} MiB", f"{share:.1%}"])
-        if share > TOLERANCE:
+        lines.append([name, f"{samples[-1][name]:.0f} MiB", f"{share:.1%}"])
+        if share > TOLERANCE and name in {"server", "trainer"}:
             problems.append(f"resident memory of the {name} moved by {share:.1%}")
     text = f"{minutes:g} minutes, {rollouts} rollouts, {tokens} tokens with heads of K = 128, and "
     text += f"{len(samples) // len(KINDS)} whose caller hung up"
