@@ -71,7 +71,7 @@ def test_ratios_come_from_trls_settings() -> None:
             },
             "token_truncate",
         ),
-        ({"vllm_mode": "colocate"}, "colocate"),
+        ({"use_vllm": False}, "use_vllm=False"),
         ({"use_vllm": False}, "use_vllm=False"),
     ],
 )

@@ -49,7 +49,8 @@ def test_heads_follow_their_tokens_through_turns() -> None:
     first = rollouts.add(rollout([10, 11], [20, 21, 22]))
     second = rollouts.add(rollout([30, 31, 32]))
     logprobs: list[list[float]] = [[*first[0], 0.0, 0.0, *second[0][:2]], list(first[1])]
-    rows = rollouts.rows([[10, 11, 90, 91, 30, 31], [20, 21, 22]], logprobs)
+    completions = [[10, 11, 90, 91, 30, 31], [20, 21, 22]]
+    rows = rollouts.rows(completions, logprobs, trained=[[1, 1, 0, 0, 1, 1], [1, 1, 1]])
     ids, values = rows.heads(7, CPU)
     assert ids.shape == values.shape == (2, 7, 3)
     assert ids[0, :, 0].tolist() == [10, 11, -1, -1, 30, 31, -1]
@@ -57,6 +58,31 @@ def test_heads_follow_their_tokens_through_turns() -> None:
     assert values[0, 4].tolist() == [-3.75, -4.75, -5.75]
     assert (values[ids < 0] == -torch.inf).all()
     assert ids.dtype == torch.int32
+
+
+def test_a_token_of_the_loss_without_its_head_is_refused() -> None:
+    """A plain number among tokens that the loss takes: which token it is, nobody can tell. The same
+    number is fine where the loss does not look."""
+    rollouts = Rollouts()
+    (logprobs,) = rollouts.add(rollout([10, 11]))
+    values = [logprobs[0], float(logprobs[1])]
+    with pytest.raises(ParityError, match="completion 0 at position 1 is a plain number"):
+        rollouts.rows([[10, 11]], [values])
+    rollouts.rows([[10, 11]], [values], trained=[[1, 0]])
+    Rollouts().rows([[10]], [[0.0]], trained=[[0]])  # an evaluation that sampled elsewhere
+
+
+def test_completions_that_were_chosen_among_sequences() -> None:
+    """A rollout_func kept the second of two, whose first was aborted: nobody is dropped for it;
+    one that was aborted before its first token stops the run."""
+    rollouts = Rollouts()
+    sampled = rollouts.add(rollout([10], [20], reasons=["abort", "stop"]))
+    assert rollouts.rows([[20]], [sampled[1]], ordered=False).unusable() == {}
+    assert rollouts.rows([[10]], [sampled[0]], ordered=False).unusable().keys() == {0}
+    empty = Rollouts()
+    sampled = empty.add(rollout([], [20], reasons=["abort", "stop"]))
+    with pytest.raises(ParityError, match="could not be continued, or begun"):
+        empty.rows([[20]], [sampled[1]], ordered=False).unusable()
 
 
 def test_logprobs_are_floats_for_trl() -> None:
@@ -98,7 +124,7 @@ def test_a_turn_without_tokens_stops_the_run() -> None:
     first = rollouts.add(rollout([10]))
     rollouts.add(rollout([], reasons=["abort"]))
     rows = rollouts.rows([[10]], [list(first[0])])
-    with pytest.raises(ParityError, match="tool call"):
+    with pytest.raises(ParityError, match="could not be continued"):
         rows.unusable()
 
 
