@@ -206,7 +206,9 @@ class Rollout:
     def part(self, first: int, stop: int) -> Rollout:
         """Sequences ``first`` up to, without, ``stop``."""
         rows = slice(int(self.sequence_offsets[first]), int(self.sequence_offsets[stop]))
-        several = isinstance(self.sampling, list)
+        sampling = self.sampling
+        if isinstance(sampling, list):
+            sampling = sampling[first:stop]
         return replace(
             self,
             **{name: getattr(self, name)[rows] for name in self.TOKENS},
@@ -214,7 +216,7 @@ class Rollout:
             cached_tokens=self.cached_tokens[first:stop],
             finish_reasons=self.finish_reasons[first:stop],
             stop_reasons=self.stop_reasons[first:stop],
-            sampling=self.sampling[first:stop] if several else self.sampling,  # type: ignore[index]
+            sampling=sampling,
         )
 
     def to_bytes(self, head_dtype: HeadDtype = "float32", sequence: int | None = None) -> bytes:

@@ -254,3 +254,17 @@ def test_one_stop_string_is_a_list_of_one() -> None:
     assert Sampling(stop="END").stop == ["END"]
     assert Sampling(stop=["a", "b"]).truncated is False
     assert Sampling(top_k=5).truncated and Sampling(min_p=0.1).truncated
+
+
+def test_part_of_a_rollout() -> None:
+    """Sequences 1 and 2 of three, with their own parameters; joined again it is the whole."""
+    several = [Sampling(max_tokens=n) for n in (2, 1, 3)]
+    whole = Rollout(**{**rollout([2, 1, 3]).__dict__, "sampling": several})
+    first, rest = whole.part(0, 1), whole.part(1, 3)
+    rest.check()
+    assert np.diff(rest.sequence_offsets).tolist() == [1, 3]
+    assert rest.token_ids.tolist() == whole.token_ids[2:].tolist()
+    assert rest.sampling == several[1:]
+    joined = Rollout.join([first, rest], several)
+    for name in Rollout.DTYPES:
+        assert np.array_equal(getattr(joined, name), getattr(whole, name))
