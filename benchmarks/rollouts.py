@@ -26,11 +26,18 @@ from rich.table import Table
 
 from trl_callbacks.heads import Rollouts
 from vllm_parity_plugin.client import ParityClient
-from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
+from vllm_parity_plugin.rollout_wire import HeadDtype, RolloutRequest, Sampling
 from vllm_parity_plugin.serving import Server, serve
 
 CELLS = ("16x128", "64x128", "256x128", "64x512")
-PARITY = (0, 32, 128)
+PARITY: dict[str, tuple[int, dict[str, Any]]] = {
+    "parity, K = 0": (0, {}),
+    "parity, K = 32": (32, {}),
+    "parity, K = 128": (128, {}),
+    "parity, K = 128, float16": (128, {"head_dtype": "float16"}),
+    "parity, K = 128, zstd": (128, {"zstd": True}),
+}
+"""K, and how the body is sent."""
 BASE, FULL, STOCK_FULL = "stock, K = 0", "parity, K = 128", "stock, K = 128"
 WALL_AIM, BYTES_AIM, CLIENT_AIM = 1.15, 1100.0, 20.0
 COLUMNS = ("seconds", "bytes", "client_cpu", "front_cpu", "engine_cpu", "peak_mb", "objects")
@@ -99,11 +106,20 @@ class Stock:
 
 
 class Parity:
-    """`/v1/parity/rollouts`, as `ParityGRPOTrainer` uses it."""
+    """`/v1/parity/rollouts`, as `ParityGRPOTrainer` uses it; `bytes` are those on the network."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, head_dtype: HeadDtype = "float32", zstd: bool = False) -> None:
         self._client = ParityClient(url, timeout=1200.0)
-        self.bytes = 0
+        self._form: dict[str, Any] = {"head_dtype": head_dtype, "zstd": zstd}
+        self._client._http.event_hooks["response"].append(self._keep)
+        self._answer: Any = None
+
+    def _keep(self, response: Any) -> None:
+        self._answer = response
+
+    @property
+    def bytes(self) -> int:
+        return int(self._answer.num_bytes_downloaded)
 
     def __call__(self, prompts: list[list[int]], tokens: int, head: int) -> Any:
         request = RolloutRequest(
@@ -112,9 +128,7 @@ class Parity:
             seeds=[0] * len(prompts),
             sampling=Sampling(max_tokens=tokens, ignore_eos=True),
         )
-        [body] = self._client._bodies(request, "float32", False)
-        self.bytes = len(body)
-        rollout = Rollout.from_bytes(body)
+        rollout = self._client.rollout(request, **self._form)
         rollouts = Rollouts()
         logprobs = rollouts.add(rollout)
         ids = [rollout.token_ids[rollout.span(row)].tolist() for row in range(len(rollout))]
@@ -202,9 +216,11 @@ def compare(
         _server(Path(temporary), vocabulary, 128) as server,
         _progress() as progress,
     ):
-        stock, parity = Stock(server.url), Parity(server.url)
-        contestants = {BASE: (stock, 0), STOCK_FULL: (stock, 128)}
-        contestants |= {f"parity, K = {head}": (parity, head) for head in PARITY}
+        stock = Stock(server.url)
+        contestants: dict[str, tuple[Any, int]] = {BASE: (stock, 0), STOCK_FULL: (stock, 128)}
+        contestants |= {
+            name: (Parity(server.url, **form), head) for name, (head, form) in PARITY.items()
+        }
         for call, head in contestants.values():
             call(_prompts(8), 8, head)  # compiles, and opens connections
         task = progress.add_task("compare", total=len(sizes) * (rounds + 1))
@@ -328,7 +344,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             shared.medians([row for row in own if row[kind] == at], ("seconds", "bytes", "floor"))
             for at in x
         ]
-        panel.loglog(x, [row["seconds"] for row in middle], "o-", label="seconds")
+        seconds = [row["seconds"] for row in middle]
+        panel.loglog(x, seconds, "o-", label="seconds")
+        panel.set_ylim(min(seconds) / 4, max(seconds) * 4)  # noise must not fill the panel
         other = panel.twinx()
         other.loglog(x, [row["bytes"] for row in middle], "s-", color="C1", label="bytes sent")
         other.loglog(x, [row["floor"] for row in middle], "--", color="C7", label="floor")

@@ -27,8 +27,8 @@ from transformers import (
 
 import trl_callbacks
 from trl_callbacks import ParityGRPOConfig, ParityGRPOTrainer
+from trl_callbacks.generation import ParityGeneration
 from trl_callbacks.policy_tensors import policy_tensors
-from trl_callbacks.rollout import ParityGeneration
 from trl_callbacks.score_centering import resolve_weight
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient

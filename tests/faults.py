@@ -14,7 +14,8 @@ tensors; otherwise it holds JSON:
 While the file named by PARITY_TEST_BRAKE exists, every step takes 0.1 s longer (or the seconds it
 holds), so that a request stays in flight however busy the machine is. While PARITY_TEST_HOLD
 exists, a worker that is about to apply a verified update writes its process id to
-``PARITY_TEST_HOLD.here`` and waits.
+``PARITY_TEST_HOLD.here`` and waits. The scheduler writes the id of every request that it gets to
+PARITY_TEST_ADDED, a line each.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def altered(weights, fault):
 
 def register():
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as model
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm_parity_plugin.weights.holder import WeightHolder
     if hasattr(model.load_weights, "fault"):
         return
@@ -84,10 +86,18 @@ def register():
                 time.sleep(0.01)
         return apply(self, *args)
 
+    add_request = Scheduler.add_request
+
+    def noted_add_request(self, request):
+        add_request(self, request)
+        with open(os.environ["PARITY_TEST_ADDED"], "a") as added:
+            added.write(request.request_id + "\\n")
+
     load_weights.fault = True
     model.load_weights = load_weights
     model.compute_logits = compute_logits
     WeightHolder.apply = held_apply
+    Scheduler.add_request = noted_add_request
 """
 ENTRY_POINTS = "[vllm.general_plugins]\nparity_test_fault = parity_test_fault:register\n"
 
@@ -104,4 +114,5 @@ def install_faults(directory: Path) -> dict[str, str]:
         "PARITY_TEST_FAULT": str(directory / "fail-once"),
         "PARITY_TEST_BRAKE": str(directory / "brake"),
         "PARITY_TEST_HOLD": str(directory / "hold"),
+        "PARITY_TEST_ADDED": str(directory / "added"),
     }

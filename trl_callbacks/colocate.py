@@ -13,8 +13,8 @@ import torch
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import empty_cache
 
+from trl_callbacks.generation import log_update, named_params
 from trl_callbacks.policy_tensors import check_ties, policy_tensors
-from trl_callbacks.rollout import log_update, named_params
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.settings import load_settings
 from vllm_parity_plugin.weights.colocated import ColocatedUpdates, attest

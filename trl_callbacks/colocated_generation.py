@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_callbacks.rollout import ParityBackend
+from trl_callbacks.generation import ParityBackend
 from vllm_parity_plugin.colocated_rollouts import colocated_rollout
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 

@@ -141,18 +141,13 @@ class Rows:
         logprobs = np.full((*index.shape, size), -np.inf, dtype=np.float32)
         ids[own] = self._joined("head_ids")[index[own]]
         logprobs[own] = self._joined("head_logprobs")[index[own]]
-        padded = torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)
         sampled = np.full(index.shape, -1, dtype=np.int64)
         sampled[own] = self._joined("token_ids")[index[own]]
         values = np.zeros(index.shape, dtype=np.float32)
         values[own] = self._joined("logprobs")[index[own]]
         half = self._rollouts[0].head_logprobs.dtype == np.float16
-        check_heads(
-            *padded,
-            torch.from_numpy(sampled).to(device),
-            torch.from_numpy(values).to(device),
-            rounding=HALF_ROUNDING if half else 0.0,
-        )
+        check_heads(ids, logprobs, sampled, values, rounding=HALF_ROUNDING if half else 0.0)
+        padded = torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)
         self._padded[tokens] = padded
         return padded
 
@@ -190,7 +185,8 @@ class Rows:
         ]
 
     def _joined(self, name: str) -> np.ndarray:
-        return np.concatenate([getattr(rollout, name) for rollout in self._rollouts])
+        arrays = [getattr(rollout, name) for rollout in self._rollouts]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def unusable_rows(rollout: Rollout) -> dict[int, str]:
@@ -210,10 +206,10 @@ def unusable_rows(rollout: Rollout) -> dict[int, str]:
 
 
 def check_heads(
-    ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    sampled: torch.Tensor,
-    values: torch.Tensor,
+    ids: np.ndarray,
+    logprobs: np.ndarray,
+    sampled: np.ndarray,
+    values: np.ndarray,
     rounding: float = 0.0,
 ) -> None:
     """Refuse heads that do not belong to their tokens.
@@ -229,21 +225,24 @@ def check_heads(
         ParityError: naming the completion and the position.
     """
     # A sampled token outside its head has no entry to compare; a NaN one leaves the loss later.
-    own = (ids == sampled.unsqueeze(-1)) & (ids >= 0)
-    values = values.unsqueeze(-1)
-    moved = (own & ((logprobs - values).abs() > SAME_LOGPROB + rounding * values.abs())).any(-1)
-    ordered = ids.sort(-1).values
+    moved = np.zeros(sampled.shape, dtype=bool)
+    row, token, entry = np.nonzero((ids == sampled[..., None]) & (ids >= 0))
+    own = values[row, token]
+    far = np.abs(logprobs[row, token, entry] - own) > SAME_LOGPROB + rounding * np.abs(own)
+    moved[row[far], token[far]] = True
+    # NumPy sorts short rows of int32 with the processor's vector instructions; torch does not.
+    ordered = np.sort(ids, axis=-1)
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
     wrong = moved | twice
     if wrong.any():
-        row, token = (int(value) for value in wrong.nonzero()[0])
+        place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
         problem = (
             "names a token twice"
-            if twice[row, token]
+            if twice[place]
             else "gives the sampled token another logprob than the rollout"
         )
         raise ParityError(
-            f"The sampler's head of completion {row} at position {token} {problem} "
+            f"The sampler's head of completion {place[0]} at position {place[1]} {problem} "
             f"({int(wrong.sum())} of {int((sampled >= 0).sum())} positions are wrong).",
             "The centering term would not be the sampler's expected score.",
             "use the vllm-parity plugin of this version on the server; report it if it is.",

@@ -14,6 +14,7 @@ from trl_callbacks.colocate import install_colocated_sync
 from trl_callbacks.colocated_generation import adopt
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.config import ParityGRPOConfig
+from trl_callbacks.generation import generation_for, log_update
 from trl_callbacks.head_scorer import HeadScorer
 from trl_callbacks.heads import (
     HEAD_IDS,
@@ -21,7 +22,7 @@ from trl_callbacks.heads import (
     OLD_HEAD_LOGPROBS,
     Rows,
 )
-from trl_callbacks.rollout import ParityRollout, generation_for, log_update
+from trl_callbacks.rollout import ParityRollout
 from trl_callbacks.score_centering import valid_tokens
 from trl_callbacks.transfer import Transfer
 from trl_callbacks.weight_sync import KV, Transport

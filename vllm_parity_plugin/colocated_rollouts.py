@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from vllm_parity_plugin.core_records import new_request_id, take_colocated
+from vllm_parity_plugin.core_records import new_request_id
 from vllm_parity_plugin.engine_requests import assemble, check, head_limit, sampling_params
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.recorded import take_colocated
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 from vllm_parity_plugin.settings import load_settings
 from vllm_parity_plugin.weights.colocated import sleeping

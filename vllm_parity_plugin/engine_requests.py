@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_parity_plugin.core_records import Recorded
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.recorded import Recorded
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.rules import UNLIMITED
 

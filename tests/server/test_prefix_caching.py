@@ -52,8 +52,8 @@ class Cached:
     def __init__(self, server: Server, path: Path, faults: dict[str, str]) -> None:
         self.server, self.path = server, path
         self.client = Client(server)
-        self.fault, self.brake = (
-            Path(faults[f"PARITY_TEST_{name}"]) for name in ("FAULT", "BRAKE")
+        self.fault, self.brake, self.added = (
+            Path(faults[f"PARITY_TEST_{name}"]) for name in ("FAULT", "BRAKE", "ADDED")
         )
         self.old = weights_of(path)
         self.new = noisy(self.old, seed=13)
@@ -174,9 +174,11 @@ def test_w1_a_request_that_waited_during_an_update(cached: Cached) -> None:
     cached.warm(ids)
     assert cached.client.http.post("/v1/parity/pause").status_code == 204
     with ThreadPoolExecutor(1) as pool:
+        scheduled = cached.added.read_text()
         waiting = pool.submit(cached.ask, ids)
-        time.sleep(1.0)
-        assert not waiting.done()
+        while cached.added.read_text() == scheduled:
+            assert not waiting.done()
+            time.sleep(0.05)
         cached.update(cached.new)
         assert cached.client.http.post("/v1/parity/resume").status_code == 204
         found = waiting.result(timeout=60)

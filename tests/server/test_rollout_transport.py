@@ -304,6 +304,16 @@ def test_every_value_is_the_stock_endpoints(client: Client, sampling: dict[str, 
         assert np.array_equal(values_of, found.head_logprobs[position][kept])
 
 
+def ordered_ties(found: Rollout) -> np.ndarray:
+    """Of the entries that are as likely as the one before, which have the higher id."""
+    tied = found.head_logprobs[:, 1:] == found.head_logprobs[:, :-1]
+    assert tied.mean() > 0.4
+    return (found.head_ids[:, 1:] > found.head_ids[:, :-1])[tied]
+
+
+TIES = {"seeds": [3], "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+
+
 def test_a_small_head_begins_a_large_one(
     client: Client, tiny_model: Callable[[Kind], Path]
 ) -> None:
@@ -312,16 +322,29 @@ def test_a_small_head_begins_a_large_one(
     weights = weights_of(tiny_model("gc"))
     weights["lm_head.weight"][VOCAB // 2 :] = weights["lm_head.weight"][: VOCAB // 2]
     assert client.update(weights).status_code == 200
-    body = {"seeds": [3], "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
-    ask = partial(client.rollout, [PROMPTS[0]], **body)
+    ask = partial(client.rollout, [PROMPTS[0]], **TIES)
     with ThreadPoolExecutor() as pool:
         beside = list(pool.map(lambda size: ask(head_size=size), [33, K, 33]))
     for found in (ask(head_size=33), *beside):
-        tied = found.head_logprobs[:, 1:] == found.head_logprobs[:, :-1]
-        assert tied.mean() > 0.4
-        assert (found.head_ids[:, 1:] > found.head_ids[:, :-1])[tied].all()
+        assert ordered_ties(found).all()
         # Of the pair that a head of 33 cuts, the lower id is in it.
         assert (found.head_ids[:, 32] < VOCAB // 2).all()
+
+
+def test_control_stock_ties_have_no_order(
+    observe_server: Server, tiny_model: Callable[[Kind], Path]
+) -> None:
+    """The same without the patch: torch's top-k promises nothing about ties."""
+    client, old = Client(observe_server), weights_of(tiny_model("tied-gc"))
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    embedding = new["model.embed_tokens.weight"]
+    embedding[VOCAB // 2 :] = embedding[: VOCAB // 2]
+    try:
+        assert client.update(new).status_code == 200
+        ordered = ordered_ties(client.rollout([PROMPTS[0]], head_size=33, **TIES))
+    finally:
+        assert client.update(old).status_code == 200
+    assert 0.1 < ordered.mean() < 0.9
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,10 @@ def stock(
 ) -> Iterator[Server]:
     """Plugin off, vLLM's own weight routes on, an API key that they do not ask for."""
     directory = tmp_path_factory.mktemp("stock-engine")
-    env = install_stock_engine(directory) | {
+    env = {
+        **brake,
+        **install_stock_engine(directory),
         "PYTHONPATH": f"{directory}:{brake['PYTHONPATH']}",
-        "PARITY_TEST_FAULT": brake["PARITY_TEST_FAULT"],
-        "PARITY_TEST_BRAKE": brake["PARITY_TEST_BRAKE"],
     }
     args = (*LONG, *ARGS, "--no-async-scheduling", "--api-key", API_KEY)
     with serve(tiny_model("untied"), *args, env=env) as running:

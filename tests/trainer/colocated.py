@@ -78,8 +78,8 @@ def policy_of(trainer: Any) -> dict[str, Any]:
     """The trainer's weights as a server should hold them: merged, and rounded once."""
     import torch
 
+    from trl_callbacks.generation import named_params
     from trl_callbacks.policy_tensors import policy_tensors
-    from trl_callbacks.rollout import named_params
 
     named = policy_tensors(named_params(trainer.vllm_generation))
     return {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in named}

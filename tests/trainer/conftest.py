@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.servers import STANDARD
+from tests.trainer.runs import Start, parity_trainer
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.serving import Server, serve
@@ -39,3 +41,9 @@ def restored(trained_server: Server, policy: Any) -> Iterator[Server]:
     """The server, holding the checkpoint's weights when the test begins."""
     WeightSync(ParityClient(trained_server.url)).push(policy.named_parameters())
     yield trained_server
+
+
+@pytest.fixture
+def start(policy: Any, tokenizer: Any, restored: Server, tmp_path: Path) -> Start:
+    """``parity_trainer`` on the restored server, with this test's policy and directory."""
+    return partial(parity_trainer, policy, tokenizer, restored.url, tmp_path)

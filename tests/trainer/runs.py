@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,8 @@ from trl_callbacks.heads import HEAD_IDS
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 GENERATIONS = 4
+Start = Callable[..., ParityGRPOTrainer]
+"""``parity_trainer`` with what every test gives it."""
 
 
 def example(name: str) -> ModuleType:

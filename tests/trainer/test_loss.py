@@ -8,33 +8,25 @@ whole sequences are its own; off means TRL's own loss bit for bit.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests.trainer.runs import gradients, one_batch, parity_trainer, relative, scored
+from tests.trainer.runs import Start, gradients, one_batch, relative, scored
 from trl_callbacks.heads import HEAD_IDS, HEAD_LOGPROBS, OLD_HEAD_LOGPROBS
 from trl_callbacks.loss_types import SUPPORTED
-from vllm_parity_plugin.serving import Server
 
 
 @pytest.mark.parametrize("weight", ["none", "tis", "mis"])
-def test_the_loss_is_the_papers(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, weight: str
-) -> None:
+def test_the_loss_is_the_papers(start: Start, weight: str) -> None:
     """Gradient of every parameter against the definition on full float64 logits.
 
     The sampler's logprobs are moved away from the trainer's first, so that the correction is
     large: on agreeing policies a loss without it would pass.
     """
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         score_centering_weight=weight,
         score_centering_top_k=16,
         temperature=1.5,
@@ -60,20 +52,10 @@ def test_the_loss_is_the_papers(
     ],
 )
 def test_later_steps_on_a_rollout(
-    policy: Any,
-    tokenizer: Any,
-    restored: Server,
-    tmp_path: Path,
-    loss_type: str,
-    weight: str,
-    settings: dict[str, float],
+    start: Start, loss_type: str, weight: str, settings: dict[str, float]
 ) -> None:
     """S9: after the policy has moved, the clip is part of what is centred, on y and on the head."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         loss_type=loss_type,
         score_centering_weight=weight,
         score_centering_top_k=16,
@@ -192,13 +174,9 @@ def factor(trainer: Any, ratio: torch.Tensor, positive: torch.Tensor) -> torch.T
 
 @pytest.mark.parametrize("loss_type", SUPPORTED)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_averaging_is_trls(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, loss_type: str, beta: float
-) -> None:
+def test_averaging_is_trls(start: Start, loss_type: str, beta: float) -> None:
     """S12: with a sampler equal to the trainer nothing is centred, and TRL's gradient remains."""
-    trainer = parity_trainer(
-        policy, tokenizer, restored.url, tmp_path, loss_type=loss_type, beta=beta
-    )
+    trainer = start(loss_type=loss_type, beta=beta)
     batch = one_batch(trainer)
     if beta:
         batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3
@@ -210,11 +188,9 @@ def test_averaging_is_trls(
     assert relative(ours, theirs) < 2e-3
 
 
-def test_batch_layout_does_not_matter(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_batch_layout_does_not_matter(start: Start) -> None:
     """S12: 16 rows at once or in four accumulated parts give one gradient."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, loss_type="dapo")
+    trainer = start(loss_type="dapo")
     batch = one_batch(trainer)
     whole = gradients(trainer, trainer.compute_loss(trainer.model, batch))
     trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 4, 4
@@ -231,11 +207,9 @@ def test_batch_layout_does_not_matter(
 
 
 @pytest.mark.parametrize("loss_type", SUPPORTED)
-def test_padding_does_not_matter(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, loss_type: str
-) -> None:
+def test_padding_does_not_matter(start: Start, loss_type: str) -> None:
     """G11: wider prompts and completions with anything in the padding give the same gradient."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, loss_type=loss_type)
+    trainer = start(loss_type=loss_type)
     batch = one_batch(trainer)
     move_sampler(batch)
     narrow = gradients(trainer, trainer.compute_loss(trainer.model, batch))
@@ -263,11 +237,9 @@ def padded(batch: dict[str, Any], left: int, right: int) -> dict[str, Any]:
     return wide
 
 
-def test_off_is_trls_loss_bit_for_bit(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_off_is_trls_loss_bit_for_bit(start: Start) -> None:
     """G6: score_centering=False leaves GRPOTrainer's loss and its importance correction."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, score_centering=False)
+    trainer = start(score_centering=False)
     batch = one_batch(trainer)
     assert HEAD_IDS not in batch
     assert "importance_sampling_ratio" in batch
@@ -295,16 +267,10 @@ def difference(
     ],
 )
 def test_centering_leaves_kl_and_entropy_alone(
-    policy: Any,
-    tokenizer: Any,
-    restored: Server,
-    tmp_path: Path,
-    settings: dict[str, float],
-    name: str,
-    values: tuple[float, float],
+    start: Start, settings: dict[str, float], name: str, values: tuple[float, float]
 ) -> None:
     """S9: the term adds to the centred loss what it adds to TRL's, and is logged alike."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, **settings)
+    trainer = start(**settings)
     batch = one_batch(trainer)
     if "ref_per_token_logps" in batch:
         batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3
@@ -333,11 +299,9 @@ def test_centering_leaves_kl_and_entropy_alone(
         {"top_entropy_quantile": 0.5},
     ],
 )
-def test_factors_of_a_sequence_multiply_both_parts(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_factors_of_a_sequence_multiply_both_parts(start: Start, settings: dict[str, Any]) -> None:
     """G6: TRL's masks and sequence-level weights act as if they scaled the advantage."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, **settings)
+    trainer = start(**settings)
     batch = one_batch(trainer)
     move_sampler(batch)
     batch["sampling_per_token_logps"] = batch["sampling_per_token_logps"] + 0.3

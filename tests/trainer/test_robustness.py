@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from tests.trainer.runs import (
+    Start,
     countdown,
     gradients,
     logged,
@@ -146,15 +147,9 @@ def off_by(trainer: Any, batch: dict[str, Any]) -> float:
     )
 
 
-def test_rows_keep_their_heads_and_their_old_policy(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_rows_keep_their_heads_and_their_old_policy(start: Start) -> None:
     """S7, S9, L15: one rollout for 4 optimizer steps, shuffled and split, then a second rollout."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         kind=Frozen,
         max_steps=5,
         temperature=2.0,
@@ -217,15 +212,9 @@ def test_evaluation_between_two_steps_on_a_rollout(
         assert ours[OLD_HEAD_LOGPROBS].shape == ours[HEAD_IDS].shape
 
 
-def test_truncated_completions_leave_the_loss(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_truncated_completions_leave_the_loss(start: Start, tokenizer: Any) -> None:
     """G1, G3: rows without an end count neither above nor below."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         mask_truncated_completions=True,
         max_completion_length=10,
         temperature=2.0,
@@ -248,15 +237,9 @@ def test_truncated_completions_leave_the_loss(
 
 
 @pytest.mark.parametrize("loss_type", SUPPORTED)
-def test_a_batch_of_truncated_completions(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, loss_type: str
-) -> None:
+def test_a_batch_of_truncated_completions(start: Start, loss_type: str) -> None:
     """G1: nothing in the loss is loss 0 and gradient 0: weights stay, bit for bit."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         loss_type=loss_type,
         mask_truncated_completions=True,
         max_completion_length=4,
@@ -274,7 +257,7 @@ def test_a_batch_of_truncated_completions(
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
-def test_a_nan_inside_a_head(policy: Any, tokenizer: Any, restored: Server, tmp_path: Path) -> None:
+def test_a_nan_inside_a_head(start: Start) -> None:
     """L8, G1: that one token leaves numerator and denominator, and is counted."""
     broken: list[int] = []
 
@@ -285,7 +268,7 @@ def test_a_nan_inside_a_head(policy: Any, tokenizer: Any, restored: Server, tmp_
         broken.append(int(rollout.token_ids[3]))
         return dataclasses.replace(rollout, head_logprobs=logprobs)
 
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path)
+    trainer = start()
     trainer.reward_funcs = [graded]
     trainer.vllm_generation.client = CountingClient(trainer.vllm_generation.client, edit)
     batch = one_batch(trainer)
@@ -328,15 +311,9 @@ def clip_metrics(metrics: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("loss_type", SUPPORTED)
-def test_two_steps_of_each_loss_type(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, loss_type: str
-) -> None:
+def test_two_steps_of_each_loss_type(start: Start, loss_type: str) -> None:
     """G8, S9: finite weights, another loss on the second step, and TRL's own clip metrics."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         kind=BesideTRL,
         loss_type=loss_type,
         score_centering_weight=WEIGHTS[loss_type],

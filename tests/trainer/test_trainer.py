@@ -18,6 +18,7 @@ import torch
 
 from tests.trainer.runs import (
     GENERATIONS,
+    Start,
     countdown,
     gradients,
     logged,
@@ -50,11 +51,9 @@ class Recording(ParityGRPOTrainer):
 AUDITED = {"score_centering_top_k": 32, "score_centering_audit": 8}
 
 
-def test_training_runs_and_reports(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_training_runs_and_reports(start: Start) -> None:
     """The three lines of the README give a run with all of its metrics."""
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, max_steps=3, **AUDITED)
+    trainer = start(max_steps=3, **AUDITED)
     trainer.train()
     for entry in logged(trainer):
         assert entry["parity/logprob_diff/mean"] <= 0.02
@@ -81,13 +80,9 @@ def test_training_runs_and_reports(
         },
     ],
 )
-def test_heads_stay_with_their_tokens(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, layout: dict[str, int]
-) -> None:
+def test_heads_stay_with_their_tokens(start: Start, layout: dict[str, int]) -> None:
     """S7, L15: where the sampled id is in the head, its value is the sampled token's, exactly."""
-    trainer = parity_trainer(
-        policy, tokenizer, restored.url, tmp_path, kind=Recording, max_steps=2, **layout
-    )
+    trainer = start(kind=Recording, max_steps=2, **layout)
     trainer.train()
     assert len(trainer.batches) == 2 * layout["gradient_accumulation_steps"]
     for batch in trainer.batches:
@@ -109,7 +104,12 @@ SMALL = {"rollout_head_dtype": "float16", "rollout_compression": "zstd"}
 
 
 def test_heads_can_travel_smaller_and_by_prompt(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    policy: Any,
+    tokenizer: Any,
+    restored: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """float16, compressed, one request for each of the 4 problems: the same batch, up to rounding,
     and heads that still pass the check against the sampled logprobs."""
@@ -126,9 +126,7 @@ def test_heads_can_travel_smaller_and_by_prompt(
     other = copy.deepcopy(policy)
     plain = one_batch(parity_trainer(other, tokenizer, restored.url, tmp_path))
     assert not asked
-    small = parity_trainer(
-        policy, tokenizer, restored.url, tmp_path, rollout_requests="prompt", **SMALL
-    )
+    small = start(rollout_requests="prompt", **SMALL)
     batch = one_batch(small)
     assert asked == [GENERATIONS] * 4
     assert torch.equal(batch["completion_ids"], plain["completion_ids"])
@@ -141,12 +139,10 @@ def test_heads_can_travel_smaller_and_by_prompt(
 
 
 @pytest.mark.parametrize(("top_k", "fits"), [(16, True), (64, False)])
-def test_l4_the_whole_support_or_a_refusal(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, top_k: int, fits: bool
-) -> None:
+def test_l4_the_whole_support_or_a_refusal(start: Start, top_k: int, fits: bool) -> None:
     """L4: truncated sampling whose support is in the head trains; one that is not says where."""
     options = {"score_centering_support": True, "score_centering_top_k": 16, "max_steps": 1}
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, top_k=16, **options)
+    trainer = start(top_k=16, **options)
     trainer.vllm_generation.top_k = top_k  # behind the back of the check before step 1
     if fits:
         batch = one_batch(trainer)
@@ -178,15 +174,9 @@ def two_turns(prompts: Any, trainer: Any) -> dict[str, Any]:
     }
 
 
-def test_a_rollout_func_has_heads(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_a_rollout_func_has_heads(start: Start) -> None:
     """S7: a user's own two turns: each sampled token has its head, the environment's have none."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         kind=Recording,
         max_steps=2,
         trainer={"rollout_func": two_turns},
@@ -207,18 +197,14 @@ def test_a_rollout_func_has_heads(
         assert entry["parity/score_centering/drift_removed"] > 0
 
 
-def test_a_rollout_func_that_loses_the_heads_is_refused(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_a_rollout_func_that_loses_the_heads_is_refused(start: Start) -> None:
     """Plain numbers do not say which token they belong to; an evaluation may return them."""
 
     def plain(prompts: Any, trainer: Any) -> dict[str, Any]:
         output = two_turns(prompts, trainer)
         return output | {"logprobs": [[float(v) for v in row] for row in output["logprobs"]]}
 
-    trainer = parity_trainer(
-        policy, tokenizer, restored.url, tmp_path, trainer={"rollout_func": plain}
-    )
+    trainer = start(trainer={"rollout_func": plain})
     with pytest.raises(ParityError, match="completion 0 at position 0 is a plain number") as raised:
         one_batch(trainer)
     assert "trainer.sample(prompt_ids)" in raised.value.fix
@@ -240,15 +226,9 @@ class CountingClient:
         return self._edit(rollout) if self._edit else rollout
 
 
-def test_evaluation_asks_for_no_heads(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_evaluation_asks_for_no_heads(start: Start, tokenizer: Any) -> None:
     """S11: K, 0, K over a training step, an evaluation and a training step."""
-    trainer = parity_trainer(
-        policy,
-        tokenizer,
-        restored.url,
-        tmp_path,
+    trainer = start(
         score_centering_top_k=64,
         eval_strategy="steps",
         eval_steps=1,
@@ -266,9 +246,7 @@ def test_evaluation_asks_for_no_heads(
 
 @pytest.mark.parametrize("fault", ["nan", "abort", "empty"])
 @pytest.mark.parametrize("centring", [True, False])
-def test_unusable_completions_leave_the_loss(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, fault: str, centring: bool
-) -> None:
+def test_unusable_completions_leave_the_loss(start: Start, fault: str, centring: bool) -> None:
     """L8, W4: a NaN logprob or an aborted completion is masked whole, and counted."""
 
     def edit(rollout: Rollout) -> Rollout:
@@ -284,7 +262,7 @@ def test_unusable_completions_leave_the_loss(
         logprobs[2] = np.nan
         return dataclasses.replace(rollout, logprobs=logprobs)
 
-    trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path, score_centering=centring)
+    trainer = start(score_centering=centring)
     trainer.vllm_generation.client = CountingClient(trainer.vllm_generation.client, edit)
     batch = one_batch(trainer)
     assert batch["completion_mask"][0].sum() == 0
@@ -303,14 +281,12 @@ def test_unusable_completions_leave_the_loss(
 
 
 def test_the_server_follows_the_trainer(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, model_path: Path
+    policy: Any, tokenizer: Any, restored: Server, start: Start, model_path: Path
 ) -> None:
     """After steps large enough to tell the policies apart: new weights <= 0.02, old > 5 times."""
     from transformers import AutoModelForCausalLM
 
-    trainer = parity_trainer(
-        policy, tokenizer, restored.url, tmp_path, max_steps=4, learning_rate=1e-3
-    )
+    trainer = start(max_steps=4, learning_rate=1e-3)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in trainer.train_dataset]
@@ -333,13 +309,11 @@ def test_the_server_follows_the_trainer(
     assert gaps[1] > 5 * gaps[0]
 
 
-def test_seeded_rollouts_repeat(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path
-) -> None:
+def test_seeded_rollouts_repeat(start: Start) -> None:
     """rollout_seed: the same completions in a second run, and different ones within a group."""
     batches = []
     for _ in range(2):
-        trainer = parity_trainer(policy, tokenizer, restored.url, tmp_path)
+        trainer = start()
         batches.append(one_batch(trainer)["completion_ids"])
     assert torch.equal(*batches)
     first_group = batches[0][:GENERATIONS]
@@ -357,12 +331,10 @@ def test_seeded_rollouts_repeat(
         ({"trainer": {"rollout_func": ParityRollout("http://127.0.0.1:9")}}, "trainer.sample"),
     ],
 )
-def test_unsafe_runs_do_not_get_a_trainer(
-    policy: Any, tokenizer: Any, restored: Server, tmp_path: Path, values: dict[str, Any], word: str
-) -> None:
+def test_unsafe_runs_do_not_get_a_trainer(start: Start, values: dict[str, Any], word: str) -> None:
     """L4, L16, S10: refused in the constructor, by name, with a fix."""
     with pytest.raises(ParityError) as caught:
-        parity_trainer(policy, tokenizer, restored.url, tmp_path, **values)
+        start(**values)
     assert word in str(caught.value)
     assert "Fix:" in str(caught.value)
 

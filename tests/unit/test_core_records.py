@@ -29,17 +29,14 @@ from vllm_parity_plugin.core_records import (
     FIRST_ROWS,
     ID_LENGTH,
     SWEEP_SECONDS,
-    Recorded,
-    mark_version,
     new_request_id,
     parity_mark_version,
     parity_take,
-    take,
-    take_colocated,
     wrap_add_request,
     wrap_update_from_output,
 )
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.recorded import Recorded, mark_version, take, take_colocated
 
 
 class Scheduler:

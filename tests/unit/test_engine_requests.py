@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_parity_plugin.core_records import Recorded
 from vllm_parity_plugin.engine_requests import assemble, check, head_limit, sampling_params
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.recorded import Recorded
 from vllm_parity_plugin.rollout_wire import RolloutRequest, Sampling
 
 

@@ -130,14 +130,15 @@ def test_a_turn_without_tokens_stops_the_run() -> None:
 
 def test_heads_that_do_not_belong_are_refused() -> None:
     """S7: by completion and position; padding may repeat."""
-    ids = torch.tensor([[[5, 6, -1, -1]], [[7, 8, 9, -1]]])
-    logprobs = torch.tensor([[[-0.5, -1.0, -torch.inf, -torch.inf]], [[-0.1, -3.0, -4.0, -9.0]]])
-    sampled, values = torch.tensor([[6], [3]]), torch.tensor([[-1.0], [-5.0]])
+    none = -np.inf
+    ids = np.array([[[5, 6, -1, -1]], [[7, 8, 9, -1]]], dtype=np.int32)
+    logprobs = np.array([[[-0.5, -1.0, none, none]], [[-0.1, -3.0, -4.0, -9.0]]], dtype=np.float32)
+    sampled, values = np.array([[6], [3]]), np.array([[-1.0], [-5.0]], dtype=np.float32)
     check_heads(ids, logprobs, sampled, values)
-    check_heads(ids, logprobs, torch.tensor([[6], [-1]]), values)
+    check_heads(ids, logprobs, np.array([[6], [-1]]), values)
     with pytest.raises(ParityError, match="completion 1 at position 0 gives"):
-        check_heads(ids, logprobs, torch.tensor([[6], [7]]), values)
-    twice = ids.clone()
+        check_heads(ids, logprobs, np.array([[6], [7]]), values)
+    twice = ids.copy()
     twice[0, 0, 1] = 5
     with pytest.raises(ParityError, match="completion 0 at position 0 names a token twice"):
         check_heads(twice, logprobs, sampled, values)

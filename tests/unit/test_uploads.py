@@ -33,10 +33,10 @@ from vllm_parity_plugin.weights.errors import (
     UnknownUpload,
     UpdateInProgress,
 )
-from vllm_parity_plugin.weights.manifest import TensorSpec, read_header
+from vllm_parity_plugin.weights.manifest import TensorSpec, check_layout, read_header
 from vllm_parity_plugin.weights.messages import UploadRequest, UploadStatus
 from vllm_parity_plugin.weights.staging import Staging
-from vllm_parity_plugin.weights.uploads import DATA, SESSION, Uploads, check_layout
+from vllm_parity_plugin.weights.uploads import DATA, SESSION, Uploads
 from vllm_parity_plugin.weights.verify import verify_file
 from vllm_parity_plugin.weights.writer import write_policy
 

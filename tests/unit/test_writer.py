@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from vllm_parity_plugin.weights.errors import ManifestError
-from vllm_parity_plugin.weights.manifest import TensorSpec, check_against, read_header
-from vllm_parity_plugin.weights.uploads import check_layout
+from vllm_parity_plugin.weights.manifest import TensorSpec, check_against, check_layout, read_header
 from vllm_parity_plugin.weights.verify import TORCH_DTYPE, checksum, verify_file
 from vllm_parity_plugin.weights.writer import ALIGNMENT, layout, write_policy
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from vllm_parity_plugin.core_records import new_request_id, take
+from vllm_parity_plugin.core_records import new_request_id
 from vllm_parity_plugin.engine_requests import assemble, sampling_params
 from vllm_parity_plugin.errors import ParityError
+from vllm_parity_plugin.recorded import take
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from vllm_parity_plugin import compat
-from vllm_parity_plugin.core_records import inactive
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
+from vllm_parity_plugin.recorded import inactive
 from vllm_parity_plugin.weights.errors import ApplyError, ConflictError, ManifestError
 from vllm_parity_plugin.weights.manifest import (
     TensorSpec,

@@ -152,6 +152,27 @@ def check_against(manifest: Mapping[str, TensorEntry], header: Header) -> None:
             )
 
 
+def check_layout(tensors: Mapping[str, TensorEntry]) -> int:
+    """Bytes of a data section that holds the tensors one after the other, in their order.
+
+    Raises:
+        ManifestError: a byte range or checksum is missing, or ranges leave gaps or overlap.
+    """
+    place = 0
+    for name, entry in tensors.items():
+        begin, end = entry.data_offsets or (-1, -1)
+        if begin != place or end - begin != entry.nbytes or entry.checksum is None:
+            raise ManifestError(
+                f"{name} has byte range {entry.data_offsets} and checksum {entry.checksum!r}; "
+                f"expected [{place}, {place + entry.nbytes}) and a checksum.",
+                "An upload is read by these ranges, one tensor after the other without gaps, and "
+                "checked by these sums.",
+                "give every tensor data_offsets in the order of the manifest, and its xxh3_128.",
+            )
+        place = end
+    return place
+
+
 def _described(entry: TensorEntry) -> str:
     place = "" if entry.data_offsets is None else f" at bytes {list(entry.data_offsets)}"
     return f"{entry.dtype} {list(entry.shape)}{place}"

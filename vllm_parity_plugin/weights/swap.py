@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from vllm_parity_plugin import compat
 from vllm_parity_plugin.core_prefix import prefix_caching
-from vllm_parity_plugin.core_records import mark_version
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.log import logger
+from vllm_parity_plugin.recorded import mark_version
 from vllm_parity_plugin.weights.errors import ApplyError
 from vllm_parity_plugin.weights.messages import Manifest, Outcome
 from vllm_parity_plugin.weights.served import Served, first_error, plain

@@ -21,12 +21,11 @@ from typing import BinaryIO
 from pydantic import BaseModel, ConfigDict
 
 from vllm_parity_plugin.weights.errors import (
-    ManifestError,
     RangeError,
     UnknownUpload,
     UpdateInProgress,
 )
-from vllm_parity_plugin.weights.manifest import TensorEntry
+from vllm_parity_plugin.weights.manifest import check_layout
 from vllm_parity_plugin.weights.messages import Progress, UploadRequest, UploadStatus
 from vllm_parity_plugin.weights.staging import UPLOAD, Staging, locked
 from vllm_parity_plugin.weights.writer import allocate, header_bytes, new_file
@@ -391,24 +390,3 @@ def _check_range(session: Session, begin: int, end: int, total: int | None) -> N
             "The gap would be undefined weights.",
             f"send from byte {session.received} on.",
         )
-
-
-def check_layout(tensors: dict[str, TensorEntry]) -> int:
-    """Bytes of a data section that holds the tensors one after the other, in their order.
-
-    Raises:
-        ManifestError: a byte range or checksum is missing, or ranges leave gaps or overlap.
-    """
-    place = 0
-    for name, entry in tensors.items():
-        begin, end = entry.data_offsets or (-1, -1)
-        if begin != place or end - begin != entry.nbytes or entry.checksum is None:
-            raise ManifestError(
-                f"{name} has byte range {entry.data_offsets} and checksum {entry.checksum!r}; "
-                f"expected [{place}, {place + entry.nbytes}) and a checksum.",
-                "An upload is read by these ranges, one tensor after the other without gaps, and "
-                "checked by these sums.",
-                "give every tensor data_offsets in the order of the manifest, and its xxh3_128.",
-            )
-        place = end
-    return place
