@@ -33,6 +33,9 @@ from vllm_parity_plugin.weights.stack import CHECKPOINT, Layer, extend
 ROOT = Path(__file__).parent.parent
 Job = dict[str, Any]
 LONGER_CONTEXT = 4096
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""``env`` of a job: whether its engine has a process of its own. Without one it starts sooner."""
 
 
 def run_jobs(

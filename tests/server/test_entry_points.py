@@ -19,7 +19,7 @@ import pytest
 
 from tests.client import Client, top_logprobs
 from tests.models import EOS, SECOND_EOS, Kind
-from tests.offline import run_jobs
+from tests.offline import IN_PROCESS, OWN_PROCESS, run_jobs
 from tests.reference import reference
 from vllm_parity_plugin.serving import Server
 
@@ -36,24 +36,22 @@ def offline(
     """Offline engines on the model of ``untied_server``; in-process ones last."""
     args = {"model": str(tiny_model("gc")), "max_model_len": 256}
     generate = {"op": "generate", "prompts": [PROMPT], "sampling": SAMPLING}
-    separate = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     off = args | {"additional_config": {"parity": {"mode": "off"}}}
     raw = args | {"logprobs_mode": "raw_logprobs"}
     jobs = {
         "AsyncLLM": {"kind": "async", "args": raw, "steps": [generate]},
-        "LLM": {"kind": "llm", "args": raw, "steps": [generate], "env": separate},
+        "LLM": {"kind": "llm", "args": raw, "steps": [generate], "env": OWN_PROCESS},
         "LLM in process": {
             "kind": "llm",
             "args": args,
             "steps": [generate, {"op": "defaults"}],
-            "env": in_process,
+            "env": IN_PROCESS,
         },
         "stock": {
             "kind": "llm",
             "args": off,
             "steps": [generate, {"op": "defaults"}],
-            "env": in_process,
+            "env": IN_PROCESS,
         },
     }
     found = run_jobs(list(jobs.values()), tmp_path_factory.mktemp("entry"))

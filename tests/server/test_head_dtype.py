@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 
 from tests.models import Kind
-from tests.offline import LONGER_CONTEXT, run_jobs
+from tests.offline import IN_PROCESS, LONGER_CONTEXT, OWN_PROCESS, run_jobs
 
 BITS = {"op": "logits", "prompts": [[5, 6, 7, 8], [9, 10, 11]]}
 ATTEST = {"op": "attest"}
 OBSERVE = {"parity": {"mode": "observe"}}
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.models import DATA
-from tests.offline import run_jobs
+from tests.offline import IN_PROCESS, run_jobs
 from tests.reference import Head, reference
 
 PROMPTS = json.loads((DATA / "v0_reference.json").read_text())["prompts"]
@@ -34,8 +34,8 @@ def rollouts(
     args = {"model": str(large_logits_path), "max_model_len": 256}
     stock = {"logprobs_mode": "processed_logprobs", "additional_config": OBSERVE}
     jobs = [
-        {"kind": "llm", "args": args, "steps": [step]},
-        {"kind": "llm", "args": args | stock, "steps": [step]},
+        {"kind": "llm", "args": args, "steps": [step], "env": IN_PROCESS},
+        {"kind": "llm", "args": args | stock, "steps": [step], "env": IN_PROCESS},
     ]
     results = run_jobs(jobs, tmp_path_factory.mktemp("large"))
     for result in results:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from tests.client import Client, sequences
 from tests.models import Kind, noisy, weights_of
-from tests.offline import run_jobs
+from tests.offline import IN_PROCESS, run_jobs
 from tests.reference import reference
 from tests.servers import API_KEY, TOKEN
 from vllm_parity_plugin.rollout_wire import Rollout
@@ -401,7 +401,7 @@ def test_w11_a_checkpoint_with_a_copy_of_its_tied_head(
         file = str(tmp_path / f"{kind}.safetensors")
         apply = {"op": "apply", "path": file, "version": 1, "kind": kind}
         steps = [{"op": "manifest"}, {"op": "attest"}, apply, generate]
-        return {"kind": "llm", "args": {"model": str(path)}, "steps": steps}
+        return {"kind": "llm", "args": {"model": str(path)}, "steps": steps, "env": IN_PROCESS}
 
     for result in run_jobs([job("full"), job("changed")], tmp_path):
         assert result["error"] is None, result["error"]

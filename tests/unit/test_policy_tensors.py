@@ -446,12 +446,12 @@ class Recorder:
 
 @pytest.fixture
 def generation(monkeypatch: pytest.MonkeyPatch, names: Any) -> Callable[[Any, Kind], Any]:
-    from trl_callbacks import rollout
+    from trl_callbacks import generation
 
-    monkeypatch.setattr(rollout, "WeightSync", Recorder)
+    monkeypatch.setattr(generation, "WeightSync", Recorder)
 
     def make(model: Any, served: Kind) -> Any:
-        return rollout.ParityGeneration(
+        return generation.ParityGeneration(
             model=model,
             accelerator=Accelerator(cpu=True),
             processing_class=None,
