@@ -4,9 +4,9 @@ A real `vllm serve` of a small random model. Rollouts of K = 128 follow each oth
 pause: whole, streamed, compressed, float16, and some whose caller hangs up in the middle. Exit
 status 1 when resident memory moves by more than 2% after the warm-up, or a rollout lacks a token.
 
-On the CPU oneDNN compiles a kernel for every shape of a batch that the worker meets, and keeps
-1024 of them: memory that rises for hours with or without a plugin. `--kernels` is how many it keeps
-here (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
+On the CPU oneDNN compiles a kernel for every shape of a batch that the worker meets, and keeps up
+to 1024 of them, so the worker's memory rises until they are all there. `--kernels` is how many it
+keeps here (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 """
 
 from __future__ import annotations
