@@ -42,5 +42,5 @@ def register() -> None:
         # Not the whole timeout: a notification that came before the poll can be lost.
         original(self, POLL_MS if timeout_ms is None else min(POLL_MS, timeout_ms))
 
-    wait.quiet = True  # type: ignore[attr-defined]
+    wait.quiet = True
     SpinCondition.wait = wait

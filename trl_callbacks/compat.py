@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any
 
 from packaging.version import Version
@@ -56,12 +57,12 @@ def calling_trainer() -> Any:
     """
     from trl import GRPOTrainer
 
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, GRPOTrainer):
             return candidate
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     raise ParityError(
         "ParityCallback was called by something that is not a GRPOTrainer.",
         "It reads sampler logprobs and the loss of that trainer.",

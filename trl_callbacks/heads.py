@@ -230,7 +230,6 @@ def check_heads(
     own = values[row, token]
     far = np.abs(logprobs[row, token, entry] - own) > SAME_LOGPROB + rounding * np.abs(own)
     moved[row[far], token[far]] = True
-    # NumPy sorts short rows of int32 with the processor's vector instructions; torch does not.
     ordered = np.sort(ids, axis=-1)
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
     wrong = moved | twice

@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ class _ServedHead:
     @property
     def weight(self) -> torch.Tensor:
         # Read on access: sharded parameters are whole only while the model's forward runs.
-        weight: torch.Tensor = self._head.weight  # type: ignore[assignment]
+        weight = cast(torch.Tensor, self._head.weight)
         return weight if weight.dtype == self._dtype else _RoundTo.apply(weight, self._dtype)
 
     @property

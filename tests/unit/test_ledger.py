@@ -36,8 +36,8 @@ def module() -> Iterator[types.ModuleType]:
         def static(word: str) -> str:
             return word
 
-    created.Base = Base  # type: ignore[attr-defined]
-    created.Child = type("Child", (Base,), {})  # type: ignore[attr-defined]
+    created.Base = Base
+    created.Child = type("Child", (Base,), {})
     sys.modules[MODULE] = created
     yield created
     del sys.modules[MODULE]

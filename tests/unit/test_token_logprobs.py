@@ -362,7 +362,7 @@ class Seen(TorchDispatchMode):
         self.products: list[str] = []
         self.largest = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
             self.products.append(func._schema.name)
@@ -659,7 +659,7 @@ def test_16_bit_products_where_they_are_exact(
     calls: list[tuple[str, set[torch.dtype]]] = []
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func._schema.name.startswith("aten::addmm"):
                 calls.append((str(func), {x.dtype for x in args[1:3]}))
             return func(*args, **(kwargs or {}))
@@ -835,6 +835,6 @@ def _sharded_worker(rank: int, store: str) -> None:
     os._exit(0)
 
 
-def test_sharded_weight_averages_the_gradients(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_sharded_weight_averages_the_gradients(tmp_path) -> None:
     """H7: FSDP2's head in its own unit, two gloo processes."""
     mp.spawn(_sharded_worker, args=(str(tmp_path / "store"),), nprocs=2)

@@ -436,7 +436,7 @@ def test_sweep(uploads: Uploads, trainer: Trainer) -> None:
 def test_sweep_spares_the_open_upload(uploads: Uploads, trainer: Trainer) -> None:
     """A slow trainer's file may be older than the timeout: its session is what counts."""
     upload_id = uploads.open(trainer.request).upload_id
-    data = uploads._staging.path / uploads._read().file  # type: ignore[union-attr]
+    data = uploads._staging.path / uploads._read().file
     os.utime(data, (0, 0))
     uploads.sweep()
     put(uploads, upload_id, 0, TOTAL, trainer.data)

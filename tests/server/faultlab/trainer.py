@@ -72,7 +72,7 @@ def train(job: Job) -> int:
             signal.pause()
 
     client = ParityClient(job.url, token=job.token, timeout=WAIT)
-    sync = WeightSync(client, transport=job.transport)  # type: ignore[arg-type]
+    sync = WeightSync(client, transport=job.transport)
     _watch(client, job.phase, stop)
     if job.phase == "ready":
         stop()
