@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -20,7 +19,15 @@ import httpx
 
 from vllm_parity_plugin.errors import ParityError
 
-PR_SET_PDEATHSIG = 1
+WATCH = """
+trap '' TERM
+read -r _
+kill -TERM "$1"
+for _ in $(seq 100); do kill -0 "$1" && sleep 0.1 || break; done
+kill -KILL 0
+"""
+"""Waits for its standard input to close, which it does when this process ends, however it ends;
+then gives the server 10 s, and ends its process group."""
 FIRST_ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
 """An exception's last line, behind whatever prefix vLLM's processes put before it."""
 
@@ -67,16 +74,7 @@ def serve(
     temporary = log is None
     path = _new_log() if log is None else log
     command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
-    with open(path, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+    process, watcher = _start(command, {**os.environ, **(env or {})}, path)
     server = Server(f"http://127.0.0.1:{port}", process, path)
     try:
         _wait_until_healthy(server, timeout)
@@ -85,6 +83,7 @@ def serve(
             path.unlink(missing_ok=True)
     finally:
         _stop(process)
+        watcher.communicate()
 
 
 def _new_log() -> Path:
@@ -92,12 +91,35 @@ def _new_log() -> Path:
         return Path(file.name)
 
 
-def _end_with_parent() -> None:
-    """In the child: get SIGTERM when the parent dies, however it dies.
+def _start(
+    command: list[str], env: Mapping[str, str], log: Path
+) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """The server as leader of a process group, and in that group what ends it after this process.
 
-    A killed parent runs no ``finally``, and an orphaned server keeps its port and its memory.
+    A killed process runs no ``finally``, and vLLM ends neither with its parent nor, while it
+    starts, on SIGTERM. A group with a member keeps its number, so no other can be hit.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            process_group=0,
+        )
+    try:
+        watcher = subprocess.Popen(
+            ["sh", "-c", WATCH, "watch", str(process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=process.pid,
+        )
+    except OSError:
+        _stop(process)
+        raise
+    return process, watcher
 
 
 def check_model_path(model: str) -> None:
@@ -180,7 +202,7 @@ def _cause(log: str) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and the engine processes it started (its own session), and no other."""
+    """End the server and what it started (its process group), and no other."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,14 +3,18 @@
 Properties:
 - a path that is not there and a port that is taken are refused before anything starts;
 - a server that ends, or never answers, is an error that shows why;
-- the server's whole process group ends with the block, and nothing else does.
+- the server's whole process group ends with the block, and nothing else does; it ends too when
+  whoever started it is killed, while it starts and afterwards.
 """
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,11 +62,55 @@ def test_a_server_and_its_children_end_with_the_block(
         assert server.process.poll() is None
         assert alive(child)
     assert server.process.poll() is not None
-    for _ in range(100):  # a killed process needs a moment to be gone
-        if not alive(child):
-            break
+    eventually(lambda: not alive(child))  # a killed process needs a moment to be gone
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+KILLED = """
+import sys
+from pathlib import Path
+from vllm_parity_plugin import serving
+
+serving._vllm = lambda: sys.argv[1]
+with serving.serve("a/hub-name", log=Path(sys.argv[2])) as server:
+    print("serving", flush=True)
+    server.process.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [(HEALTHY, signal.SIGTERM), (STUBBORN, signal.SIGKILL)],
+    ids=["serves", "starts, deaf to SIGTERM"],
+)
+def test_a_server_ends_with_a_killed_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, end: signal.Signals
+) -> None:
+    """Which runs no ``finally``; the server's child, too."""
+    stand_in(monkeypatch, tmp_path, source)
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "vllm"), str(log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        if source == HEALTHY:
+            assert parent.stdout and parent.stdout.readline() == b"serving\n"
+        eventually(lambda: log.exists() and log.read_text().count("\n") > 0)
+        child = int(log.read_text().split("child ")[1].split()[0])
+        assert alive(child)
+        parent.send_signal(end)
+    eventually(lambda: not alive(child))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.1)
-    assert not alive(child)
 
 
 @pytest.mark.parametrize(
