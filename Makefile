@@ -33,7 +33,7 @@ lint: setup ## Ruff, mypy, the three-ring import check, generated docs
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
 	$(PYTHON_BIN) -m mypy
-	$(PYTHON_BIN) scripts/check_rings.py
+	$(PYTHON_BIN) -m scripts.check_rings
 	$(PYTHON_BIN) scripts/make_docs.py --check
 
 format: setup ## Sort imports, apply safe fixes, format
