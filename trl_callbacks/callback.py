@@ -12,9 +12,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from trl_callbacks.colocate import colocated_engine, colocated_status, install_colocated_sync
 from trl_callbacks.compat import calling_trainer, log_metrics
-from trl_callbacks.generation import on_main_process
 from trl_callbacks.handshake import TrainerFacts, check_pair, check_sampling
 from trl_callbacks.lm_head import ParityHead, install_parity_head
+from trl_callbacks.ranks import on_main_process
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.mismatch import mismatch_metrics

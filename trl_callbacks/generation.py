@@ -7,26 +7,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_callbacks.compat import log_metrics
 from trl_callbacks.heads import NOBODYS, Rollouts
 from trl_callbacks.policy_tensors import check_ties, merged_tensors, policy_tensors
+from trl_callbacks.ranks import on_main_process
 from trl_callbacks.transfer import PLAIN, Transfer
 from trl_callbacks.weight_sync import KV, Transport, WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.rollout_wire import Rollout, RolloutRequest, Sampling
 from vllm_parity_plugin.weights.messages import WeightUpdateResult
-
-T = TypeVar("T")
 
 
 class ParityBackend(VLLMGeneration):
@@ -209,40 +208,6 @@ def named_params(generation: VLLMGeneration) -> Iterator[tuple[str, torch.Tensor
         return merged_tensors(generation.model)
     named: Iterator[tuple[str, torch.Tensor]] = generation._iter_named_params()
     return named
-
-
-def on_main_process(accelerator: Any, action: Callable[[], T]) -> T:
-    """Run ``action`` on the main process and give every process its result, or its error.
-
-    Without this, a failure on the main process leaves the others waiting in a collective.
-
-    Raises:
-        ParityError: what the main process raised, on all processes.
-    """
-    outcome: list[Any] = [None]
-    failure: BaseException | None = None
-    if accelerator.is_main_process:
-        try:
-            outcome = [("ok", action())]
-        except ParityError as error:
-            failure = error
-            outcome = [("refused", (error.found, error.why, error.fix))]
-        except Exception as error:
-            failure = error
-            outcome = [("failed", repr(error))]
-    broadcast_object_list(outcome, from_process=0)
-    if failure is not None:
-        raise failure
-    kind, value = outcome[0]
-    if kind == "refused":
-        raise ParityError(*value)
-    if kind == "failed":
-        raise ParityError(
-            f"The main process failed ({value}).",
-            "The other processes cannot go on alone.",
-            "look at the main process's traceback.",
-        )
-    return value
 
 
 def generation_for(
