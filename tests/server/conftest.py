@@ -32,8 +32,8 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="package")
 def untied_server(tiny_model: Callable[[Kind], Path], fault: dict[str, str]) -> Iterator[Server]:
     """Untied model with an opinion on sampling, started with flags that contradict the rules.
-    Uploads end after 3 s of silence, and rollouts 3 s after their caller hung up."""
-    env = {**fault, "VLLM_PARITY_UPLOAD_TIMEOUT": "3", "VLLM_PARITY_ROLLOUT_GRACE": "3"}
+    Uploads end after 5 s of silence, and rollouts 3 s after their caller hung up."""
+    env = {**fault, "VLLM_PARITY_UPLOAD_TIMEOUT": "5", "VLLM_PARITY_ROLLOUT_GRACE": "3"}
     with serve(tiny_model("gc"), *LONG, *CONFLICTS, env=env) as running:
         yield running
 

@@ -326,19 +326,6 @@ def test_an_upload_that_is_applied_for_long(
     untied.serves(new, untied.original)
 
 
-def test_a_rollout_ends_with_its_caller(untied: Subject, fault: dict[str, str]) -> None:
-    """Nobody would read it; the engine is free for others."""
-    brake = Path(fault["PARITY_TEST_BRAKE"])
-    brake.touch()
-    try:
-        body = {"prompts": [[5, 6]], "n": 4, "sampling": {"max_tokens": 2000, "ignore_eos": True}}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{untied.server.url}/v1/parity/rollouts", json=body, timeout=2.0)
-        eventually(lambda: untied.client.metric("vllm:num_requests_running") == 0)
-    finally:
-        brake.unlink()
-
-
 # The number of requests.
 
 

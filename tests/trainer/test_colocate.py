@@ -9,7 +9,10 @@ all processes, and the trainer with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from tests.faults import install_faults
 from tests.models import Kind
@@ -27,11 +30,35 @@ def agrees(result: Run, steps: int = 3) -> None:
     assert result["syncs"][-1]["first"] > MOVED
 
 
-def test_every_sync_reaches_the_engine(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(
+    tiny_model: Callable[[Kind], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
+    """Runs of one process each, two at a time: one core is idle while another imports."""
+    tied, untied = str(tiny_model("tied")), str(tiny_model("untied"))
+    last = {"callback_at_last": "enforce"}
+    runs: dict[str, tuple[Run, dict[str, str]]] = {
+        "enforce": ({"model": tied, "callback": "enforce"}, {}),
+        "observe": (
+            {"model": tied, "callback": "observe", "install": True, "head": "bfloat16"},
+            OBSERVE,
+        ),
+        "stock": ({"model": untied, "callback": None} | last, {"VLLM_PARITY_MODE": "off"}),
+    }
+
+    def result(name: str) -> Run:
+        run, env = runs[name]
+        (found,) = train(run | {"steps": 3}, tmp_path_factory.mktemp(name), env=env)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(runs, pool.map(result, runs), strict=True))
+
+
+def test_every_sync_reaches_the_engine(alone: dict[str, Run]) -> None:
     """Two lines of user code; versions, sizes and mismatch are in TRL's own logs. Tied here; the
     runs on two processes below are untied."""
-    run: Run = {"model": str(tiny_model("tied")), "callback": "enforce", "steps": 3}
-    (result,) = train(run, tmp_path)
+    result = alone["enforce"]
     agrees(result)
     assert [entry["parity/policy_version"] for entry in result["log"]] == [1, 2, 3]
     assert all(0 < entry["parity/logprob_diff/mean"] <= SAME for entry in result["log"])
@@ -40,19 +67,12 @@ def test_every_sync_reaches_the_engine(tiny_model: Callable[[Kind], Path], tmp_p
     assert status["workers"][0]["head"]["dtype"] == "float32"
 
 
-def test_a_tied_bf16_head_follows(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
+def test_a_tied_bf16_head_follows(alone: dict[str, Run]) -> None:
     """Where vLLM's reload goes stale: mode observe leaves the head bf16 and the prefix cache on.
 
     The callback in mode observe changes nothing, so the transaction is installed by hand.
     """
-    run: Run = {
-        "model": str(tiny_model("tied")),
-        "callback": "observe",
-        "install": True,
-        "head": "bfloat16",
-        "steps": 3,
-    }
-    (result,) = train(run, tmp_path, env=OBSERVE)
+    result = alone["observe"]
     agrees(result)
     worker = result["status"]["workers"][0]
     assert (worker["head"]["dtype"], worker["prefix_caching"]) == ("bfloat16", "on")
@@ -94,18 +114,10 @@ def test_a_failed_load_ends_the_run_on_all_processes(
         assert result["syncs"] == []
 
 
-def test_control_stock_trl_crashes_at_its_first_sync(
-    tiny_model: Callable[[Kind], Path], tmp_path: Path
-) -> None:
+def test_control_stock_trl_crashes_at_its_first_sync(alone: dict[str, Run]) -> None:
     """TRL loads single tensors into layers whose weights vLLM repacked on CPU. And a callback
     refuses that engine, which has no plugin: in one paragraph, with the fix."""
-    run: Run = {
-        "model": str(tiny_model("untied")),
-        "callback": None,
-        "callback_at_last": "enforce",
-        "steps": 3,
-    }
-    (result,) = train(run, tmp_path, env={"VLLM_PARITY_MODE": "off"})
+    result = alone["stock"]
     assert result["error"].startswith("AttributeError")
     assert "weight_loader" in result["error"]
     assert result["syncs"] == []
