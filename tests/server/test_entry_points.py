@@ -54,7 +54,7 @@ def offline(
             "env": IN_PROCESS,
         },
     }
-    found = run_jobs(list(jobs.values()), tmp_path_factory.mktemp("entry"), at_once=2)
+    found = run_jobs(list(jobs.values()), tmp_path_factory.mktemp("entry"))
     for result in found:
         assert result["error"] is None, result["error"]
     return dict(zip(jobs, found, strict=True))

@@ -37,7 +37,7 @@ def rollouts(
         {"kind": "llm", "args": args, "steps": [step], "env": IN_PROCESS},
         {"kind": "llm", "args": args | stock, "steps": [step], "env": IN_PROCESS},
     ]
-    results = run_jobs(jobs, tmp_path_factory.mktemp("large"), at_once=2)
+    results = run_jobs(jobs, tmp_path_factory.mktemp("large"))
     for result in results:
         assert result["error"] is None, result["error"]
     return {"float32": results[0]["steps"][0], "bfloat16": results[1]["steps"][0]}

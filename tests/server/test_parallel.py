@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from tests.client import Client, sequences, top_logprobs
 from tests.faults import install_faults
 from tests.models import Kind, noisy, weights_of
-from tests.offline import run_jobs
+from tests.offline import IN_PROCESS, run_jobs
 from tests.reference import reference
 from tests.server.test_policy_versions import TOKENS, Sky, runs
 from tests.servers import LONG
@@ -491,7 +491,8 @@ def test_w8_experts(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
         apply = {"op": "apply", "path": str(tmp_path / f"{name}.safetensors"), "kind": kind}
         steps += [ask, apply | {"version": version}]
     args = {"model": str(path), "max_model_len": 256, "gpu_memory_utilization": 0.1}
-    (result,) = run_jobs([{"kind": "llm", "args": args, "steps": [*steps, ask]}], tmp_path)
+    job = {"kind": "llm", "args": args, "steps": [*steps, ask], "env": IN_PROCESS}
+    (result,) = run_jobs([job], tmp_path)
     assert result["error"] is None
     first, *after = result["steps"][::2]
     for again, once in zip(after[0], first, strict=True):

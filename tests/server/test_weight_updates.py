@@ -403,7 +403,7 @@ def test_w11_a_checkpoint_with_a_copy_of_its_tied_head(
         steps = [{"op": "manifest"}, {"op": "attest"}, apply, generate]
         return {"kind": "llm", "args": {"model": str(path)}, "steps": steps, "env": IN_PROCESS}
 
-    for result in run_jobs([job("full"), job("changed")], tmp_path):
+    for result in run_jobs([job("full"), job("changed")], tmp_path, at_once=2):
         assert result["error"] is None, result["error"]
         expected, attested, _, found = result["steps"]
         assert expected.keys() == new.keys()
@@ -554,7 +554,8 @@ def test_w1_control_stock_prefix_cache_is_stale(
     generate = {"op": "generate", "prompts": [LONG_PROMPT], "sampling": sampling}
     apply = {"op": "apply", "path": str(tmp_path / "new.safetensors"), "version": 1}
     args = {"model": str(path), "additional_config": {"parity": {"mode": "observe"}}}
-    job = {"kind": "llm", "args": args, "steps": [generate, generate, apply, generate]}
+    steps = [generate, generate, apply, generate]
+    job = {"kind": "llm", "args": args, "steps": steps, "env": IN_PROCESS}
     (result,) = run_jobs([job], tmp_path)
     assert result["error"] is None, result["error"]
     warm, stale = result["steps"][1][0], result["steps"][3][0]

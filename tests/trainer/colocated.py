@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,6 +49,9 @@ def launch(script: str, source: Path, results: list[Path], env: Mapping[str, str
     """Run a script of the tests, on as many processes as there are results to be written."""
     paths = [path for path in (str(ROOT), env.get("PYTHONPATH")) if path]
     launcher = [sys.executable]
+    with socket.socket() as probe:  # torch's default port is taken while another run goes on
+        probe.bind(("127.0.0.1", 0))
+        env = {"MASTER_PORT": str(probe.getsockname()[1]), **env}
     if len(results) > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         launcher += [str(len(results))]
