@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.colocated_llm import OPS, do_update
+from tests.servers import MEMORY_SHARE
 from vllm_parity_plugin.weights.stack import CHECKPOINT, Layer, extend
 
 ROOT = Path(__file__).parent.parent
@@ -253,7 +254,8 @@ def do_job(job: Job, logits: list[Any]) -> dict[str, Any]:
     logger = logging.getLogger("vllm.parity")
     logger.addHandler(records)
     engine_args._announced.clear()
-    job["args"] = {"dtype": "bfloat16", "enforce_eager": True, **job["args"]}
+    standard = {"dtype": "bfloat16", "enforce_eager": True, "gpu_memory_utilization": MEMORY_SHARE}
+    job["args"] = standard | job["args"]
     if job.get("callable_overrides"):
         from tests.offline import longer_context as overrides
 

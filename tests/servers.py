@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 # vLLM's CPU build refuses to start unless this share of all memory is free, and servers add up.
-MEMORY = ("--gpu-memory-utilization", "0.1")
+MEMORY_SHARE = 0.1
+MEMORY = ("--gpu-memory-utilization", str(MEMORY_SHARE))
 STANDARD = ("--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager", *MEMORY)
 LONG = ("--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", *MEMORY)
 TOKEN = "a-token-for-tests"

@@ -490,7 +490,7 @@ def test_w8_experts(tiny_model: Callable[[Kind], Path], tmp_path: Path) -> None:
         kind = "changed" if name == "changed" else "full"
         apply = {"op": "apply", "path": str(tmp_path / f"{name}.safetensors"), "kind": kind}
         steps += [ask, apply | {"version": version}]
-    args = {"model": str(path), "max_model_len": 256, "gpu_memory_utilization": 0.1}
+    args = {"model": str(path), "max_model_len": 256}
     job = {"kind": "llm", "args": args, "steps": [*steps, ask], "env": IN_PROCESS}
     (result,) = run_jobs([job], tmp_path)
     assert result["error"] is None

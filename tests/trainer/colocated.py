@@ -29,9 +29,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.servers import MEMORY_SHARE
+
 ROOT = Path(__file__).parents[2]
 Run = dict[str, Any]
-ENGINE = {"vllm_gpu_memory_utilization": 0.1, "vllm_max_model_length": 256}
+ENGINE = {"vllm_gpu_memory_utilization": MEMORY_SHARE, "vllm_max_model_length": 256}
 
 
 def train(
