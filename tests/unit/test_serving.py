@@ -37,9 +37,13 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, directory: Path, source: str) -> None:
-    """Make ``serve`` run this source instead of vLLM."""
+    """Make ``serve`` run this source instead of vLLM.
+
+    Like vLLM it listens to SIGINT, which a job in the background inherits as ignored.
+    """
     path = directory / "vllm"
-    path.write_text(f"#!{sys.executable}\n{source}")
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    path.write_text(f"#!{sys.executable}\n{listen}\n{source}")
     path.chmod(0o755)
     monkeypatch.setattr(serving, "_vllm", lambda: str(path))
 
