@@ -50,8 +50,7 @@ def run_jobs(
 ) -> list[dict[str, Any]]:
     """Results of the jobs, in order; ``env`` is set for all of them.
 
-    ``at_once`` child processes share them out: jobs 0, 2, 4, ... and 1, 3, 5, ... for two. An
-    engine that starts keeps one core busy.
+    ``at_once`` child processes share them out: jobs 0, 2, 4, ... and 1, 3, 5, ... for two.
     """
     shares = [list(jobs)[first::at_once] for first in range(at_once)]
     found: list[dict[str, Any]] = [{}] * len(jobs)

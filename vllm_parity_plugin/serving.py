@@ -69,7 +69,7 @@ def serve(
             or did not answer in time (with the end of its log).
     """
     check_model_path(str(model))
-    port = port or _free_port()
+    port = port or free_port()
     check_port(port)
     temporary = log is None
     path = _new_log() if log is None else log
@@ -159,7 +159,8 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             ) from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

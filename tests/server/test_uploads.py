@@ -34,6 +34,7 @@ from tests.models import Kind, noisy
 from tests.server.proxies import Proxy
 from tests.server.test_weight_updates import Subject, accepted
 from tests.servers import LONG
+from tests.waiting import eventually
 from trl_callbacks.weight_sync import WeightSync
 from vllm_parity_plugin.client import ParityClient
 from vllm_parity_plugin.serving import Server, serve
@@ -62,14 +63,6 @@ def untied(untied_server: Server, tiny_model: Callable[[Kind], Path]) -> Iterato
     yield subject
     eventually(lambda: subject.client.weights_info().in_progress is None)
     subject.restore()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what will happen, at the latest when nobody would wait any longer."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def sync_with(url: str, transport: Any = "http", wait: float = 60.0) -> WeightSync:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.servers import MEMORY_SHARE
+from vllm_parity_plugin.serving import free_port
 
 ROOT = Path(__file__).parents[2]
 Run = dict[str, Any]
@@ -51,9 +51,7 @@ def launch(script: str, source: Path, results: list[Path], env: Mapping[str, str
     """Run a script of the tests, on as many processes as there are results to be written."""
     paths = [path for path in (str(ROOT), env.get("PYTHONPATH")) if path]
     launcher = [sys.executable]
-    with socket.socket() as probe:  # torch's default port is taken while another run goes on
-        probe.bind(("127.0.0.1", 0))
-        env = {"MASTER_PORT": str(probe.getsockname()[1]), **env}
+    env = {"MASTER_PORT": str(free_port()), **env}  # torch's default may be another run's
     if len(results) > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         launcher += [str(len(results))]

@@ -4,7 +4,7 @@ Properties:
 - a path that is not there and a port that is taken are refused before anything starts;
 - a server that ends, or never answers, is an error that shows why;
 - the server's whole process group ends with the block, and nothing else does; it ends too when
-  whoever started it is killed, while it starts and afterwards.
+  whoever started it is killed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually
 from vllm_parity_plugin import serving
 from vllm_parity_plugin.errors import ParityError
 from vllm_parity_plugin.serving import check_model_path, check_port, serve
@@ -69,13 +68,6 @@ def test_a_server_and_its_children_end_with_the_block(
     eventually(lambda: not alive(child))  # a killed process needs a moment to be gone
 
 
-STUBBORN = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("child", child.pid, flush=True)
-time.sleep(600)
-"""
 KILLED = """
 import sys
 from pathlib import Path
@@ -88,33 +80,21 @@ with serving.serve("a/hub-name", log=Path(sys.argv[2])) as server:
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "end"),
-    [(HEALTHY, signal.SIGTERM), (STUBBORN, signal.SIGKILL)],
-    ids=["serves", "starts, deaf to SIGTERM"],
-)
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_a_killed_parent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, end: signal.Signals
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: signal.Signals
 ) -> None:
-    """Which runs no ``finally``; the server's child, too."""
-    stand_in(monkeypatch, tmp_path, source)
+    """Which runs no ``finally``; the server's child, too. The same of vLLM, while it starts, is in
+    tests/server/test_killed_parent.py."""
+    stand_in(monkeypatch, tmp_path, HEALTHY)
     log = tmp_path / "log"
     command = [sys.executable, "-c", KILLED, str(tmp_path / "vllm"), str(log)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
-        if source == HEALTHY:
-            assert parent.stdout and parent.stdout.readline() == b"serving\n"
-        eventually(lambda: log.exists() and log.read_text().count("\n") > 0)
+        assert parent.stdout and parent.stdout.readline() == b"serving\n"
         child = int(log.read_text().split("child ")[1].split()[0])
         assert alive(child)
         parent.send_signal(end)
     eventually(lambda: not alive(child))
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
